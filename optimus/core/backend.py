@@ -1,0 +1,137 @@
+"""Which hardware a model sits on, and what that hardware can do.
+
+Everything that a plan decides by hardware is asked here, once, and written into the plan as data.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from optimus.core.errors import BackendUnavailableError
+
+BACKENDS = ("x86", "arm", "cuda", "hpu", "xla")
+CPUS = frozenset({"x86", "arm"})
+ALIASES = {"tpu": "xla"}
+
+
+class Mode(enum.Enum):
+    """What the transformed model is for."""
+
+    INFERENCE = "inference"
+    TRAINING = "training"
+
+    @classmethod
+    def parse(cls, name: str | Mode) -> Mode:
+        """The mode of that name; ``ValueError`` lists the two there are."""
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(repr(m.value) for m in cls)
+            raise ValueError(f"unknown mode {name!r}; known are {known}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A kind of hardware: its name, torch's device type, its vendor and what it can do.
+
+    ``features``: ``"packed-linear"``, ``"packed-linear-bf16"`` (oneDNN products), ``"native-bf16"``
+    (bf16 arithmetic in hardware; emulated bf16 is many times slower than fp32).
+    """
+
+    name: str
+    device: str
+    vendor: str = ""
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a plan is made for.
+
+    ``dtype`` is the one that the model will compute in; ``decodes`` says that it generates, and so
+    spends its life on products of one row.
+    """
+
+    backend: Backend
+    mode: Mode
+    dtype: torch.dtype
+    decodes: bool = False
+
+
+def _cpu_vendor() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            return next((s.split(":")[1].strip() for s in lines if s.startswith("vendor_id")), "")
+    except OSError:
+        return ""
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_native_bf16(name: str) -> bool:
+    if name == "arm":
+        return _has_onednn(torch.bfloat16)
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+@functools.cache
+def host() -> Backend:
+    """The CPU of this machine."""
+    name = "arm" if platform.machine().lower() in ("aarch64", "arm64") else "x86"
+    features = {
+        "packed-linear": _has_onednn(torch.float32),
+        "packed-linear-bf16": _has_onednn(torch.bfloat16),
+        "native-bf16": _has_native_bf16(name),
+    }
+    return Backend(name, "cpu", _cpu_vendor(), frozenset(f for f, has in features.items() if has))
+
+
+def detect(model: nn.Module) -> Backend:
+    """The backend of the device that the model's first tensor is on; the host's for meta."""
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    device = "cpu" if tensor is None else tensor.device.type
+    return host() if device in ("cpu", "meta") else Backend(ALIASES.get(device, device), device)
+
+
+def is_available(name: str) -> bool:
+    """Whether this machine has the backend's device."""
+    if name in CPUS:
+        return host().name == name
+    module = getattr(torch, name, None)
+    return bool(module is not None and hasattr(module, "is_available") and module.is_available())
+
+
+def resolve(backend: str | Backend | None, model: nn.Module) -> Backend:
+    """The backend asked for, or the model's own.
+
+    Raises ``ValueError`` for an unknown name and ``BackendUnavailableError`` where the machine
+    lacks it or the model sits on another one.
+    """
+    found = detect(model)
+    if backend is None or isinstance(backend, Backend):
+        return backend or found
+    name = ALIASES.get(backend, backend)
+    name = host().name if name == "cpu" else name
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known are cpu, {', '.join(BACKENDS)}, tpu")
+    if name == found.name:
+        return found
+    if not is_available(name):
+        raise BackendUnavailableError(
+            f"backend {backend!r} is not on this machine, which has {host().name}."
+        )
+    raise BackendUnavailableError(
+        f"the model is on {found.name}, not on {backend!r}. Move it there first (model.to(...))."
+    )

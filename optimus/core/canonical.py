@@ -1,0 +1,76 @@
+"""How a changed layout looks in a checkpoint: under the stock keys, with the stock values.
+
+A bridge is a layout with one more verb, ``save``. ``Canonical`` sends ``state_dict`` and loading
+through the bridges of a module. It overrides methods of the class and registers no hook, so that
+there is nothing to remove, to copy or to leak.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Bridge(Protocol):
+    """Between a module's own storage and the checkpoint that everyone else reads."""
+
+    def fold(self, module: nn.Module) -> None:
+        """From the stock layout to this one. Interrupted, it leaves what ``unfold`` can undo."""
+
+    def unfold(self, module: nn.Module) -> None:
+        """Back to the stock layout, bit for bit; nothing to do on a module that is not folded."""
+
+    def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
+        """Write the stock values under the stock keys; the module stays folded."""
+
+
+class Canonical:
+    """``state_dict()`` and loading pass through ``bridges``; keys never change."""
+
+    bridges: tuple[Bridge, ...] = ()
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``, in the stock layout."""
+        state = super().state_dict(*args, prefix=prefix, **kwargs)  # type: ignore[misc]
+        for bridge in self.bridges:
+            bridge.save(self, state, prefix)  # type: ignore[arg-type]
+        return state
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        for bridge in self.bridges:
+            bridge.unfold(self)  # type: ignore[arg-type]
+        try:
+            super()._load_from_state_dict(*args)  # type: ignore[misc]
+        finally:
+            for bridge in self.bridges:
+                bridge.fold(self)  # type: ignore[arg-type]
+
+
+class Placeholder(nn.Parameter):
+    """A parameter of the right shape, dtype, device and flags that holds one NaN.
+
+    It stands in the parameter table while the values live elsewhere, so that ``model.dtype``,
+    ``model.device`` and parameter counts stay right, and so that whoever computes with it by
+    mistake gets NaN and not a plausible number.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        twin: Placeholder = memo.setdefault(id(self), placeholder(self))
+        return twin
+
+
+def placeholder(parameter: nn.Parameter) -> Placeholder:
+    """What stands for ``parameter`` while it is away; costs one element."""
+    value = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    twin = Placeholder(value.expand(parameter.shape), requires_grad=parameter.requires_grad)
+    vars(twin).update(vars(parameter))
+    return twin
+
+
+def like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """``value`` as a parameter with the flags and attributes of ``parameter``."""
+    twin = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(twin).update(vars(parameter))
+    return twin

@@ -1,0 +1,242 @@
+"""Doing it and undoing it: one transaction a plan, one journal a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from optimus.core.backend import Backend, Mode, resolve
+from optimus.core.errors import PlanError, SurgeryError, VerificationError
+from optimus.core.originals import KEEPERS, Keep, Original
+from optimus.core.paths import unwrap
+from optimus.core.planner import JOURNAL, Plan, Recipe, describe, plan, resolve_recipe
+from optimus.core.probe import probe
+from optimus.core.registry import Registry
+from optimus.core.replacement import Pass, Replacement, reclassed
+from optimus.core.surgery import Edit, Slot, Surgeon, undo
+from optimus.core.verify import Reference, Verdict, reference, verify
+
+
+@dataclass(slots=True)
+class Journal:
+    """What was done to a model. Lives in the model's ``__dict__`` and is copied with it."""
+
+    plan: Plan
+    edits: list[Edit]
+    verification: str
+
+
+def is_transformed(model: nn.Module) -> bool:
+    """Whether optimus has changed this model and not yet given it back."""
+    return JOURNAL in vars(unwrap(model))
+
+
+def transform(
+    model: nn.Module,
+    recipe: Recipe | str = "auto",
+    *,
+    backend: str | Backend | None = None,
+    mode: Mode | str = "inference",
+    check: bool = True,
+    sample: Mapping[str, Tensor] | None = None,
+    keep: Keep = "host",
+    registry: Registry | None = None,
+) -> nn.Module:
+    """Make the model faster on the hardware it sits on, and prove that it answers the same.
+
+    The same object comes back. ``check`` runs ``sample``, or a ragged probe batch, through the
+    stock and the transformed model. Raises ``VerificationError`` after putting the model back,
+    ``PlanError`` if it is already transformed by another plan.
+
+    >>> import torch, optimus
+    >>> model = torch.nn.Linear(512, 512).eval()
+    >>> optimus.is_transformed(optimus.transform(model, sample={"input": torch.ones(2, 512)}))
+    True
+    """
+    root = unwrap(model)
+    wanted = keep if isinstance(recipe, str) or keep != "host" else None
+    if is_transformed(root):
+        _same_again(root, recipe, backend, mode, wanted)
+        return model
+    made = plan(root, recipe, backend=backend, mode=mode, keep=wanted, registry=registry)
+    _demand_weights(root)
+    if not (made.claims or made.passes):
+        check = False
+    before = _reference(root, sample) if check else None
+    _apply(root, made, registry)
+    if before is not None:
+        _settle(root, before)
+    elif check:
+        vars(root)[JOURNAL].verification = made.verification
+    _commit(vars(root)[JOURNAL])
+    return model
+
+
+def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> nn.Module:
+    """Carry out a plan, without checking answers. All of it or nothing.
+
+    Raises ``PlanError`` where the plan was made for another model, ``SurgeryError`` where a site
+    cannot be cut; the model is then as it was, also after an interrupt.
+    """
+    root = unwrap(model)
+    if is_transformed(root):
+        if vars(root)[JOURNAL].plan == made:
+            return model
+        raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
+    _apply(root, made, registry)
+    _commit(vars(root)[JOURNAL])
+    return model
+
+
+def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
+    _demand_weights(root)
+    _demand_fit(root, made)
+    journal = Journal(made, [], "not verified: apply() does not run the model")
+    known = registry or Registry.installed()
+    try:
+        with Surgeon(root) as surgeon:
+            _operate(root, made, known, surgeon)
+            journal.edits = surgeon.edits
+            vars(root)[JOURNAL] = journal
+    except BaseException:
+        vars(root).pop(JOURNAL, None)
+        raise
+
+
+def _commit(journal: Journal) -> None:
+    """The point of no return for ``keep="none"``: the originals are let go."""
+    if journal.plan.recipe.keep == "none":
+        for edit in journal.edits:
+            if isinstance(edit.before, Original):
+                edit.before.forget()
+
+
+def reverse(model: nn.Module) -> nn.Module:
+    """Give the original back, bit for bit; the same object.
+
+    Raises ``PlanError`` on a stock model, ``SurgeryError`` if the tree was changed since, and
+    ``IrreversibleError`` if originals are gone; the model then stays transformed.
+    """
+    root = unwrap(model)
+    if not is_transformed(root):
+        raise PlanError("the model is not transformed: there is nothing to reverse.")
+    journal: Journal = vars(root)[JOURNAL]
+    _demand_own_classes(root, journal.edits)
+    edits = [_fetched(edit) for edit in journal.edits]
+    undo(root, edits)
+    del vars(root)[JOURNAL]
+    return model
+
+
+@contextmanager
+def transformed(
+    model: nn.Module, recipe: Recipe | str = "auto", **options: Any
+) -> Iterator[nn.Module]:
+    """Transformed inside the block, the original after it."""
+    transform(model, recipe, **options)
+    try:
+        yield model
+    finally:
+        reverse(model)
+
+
+def _operate(root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon) -> None:
+    """Passes first: what a pass casts is what the claims then pack."""
+    keeper = KEEPERS[made.recipe.keep]
+    for name in made.passes:
+        cast(Pass, known[name]).run(root, surgeon, keeper)
+    for claim in made.claims:
+        mixin = cast(Replacement, known[claim.replacement]).mixin
+        module = root.get_submodule(claim.path)
+        mixin.setup(module, surgeon)
+        surgeon.reclass(module, reclassed(mixin, type(module)))
+
+
+def _fetched(edit: Edit) -> Edit:
+    """The edit with its original read back, so that nothing is cut before all are at hand."""
+    if not isinstance(edit.before, Original):
+        return edit
+    return replace(edit, before=edit.before.fetch())
+
+
+def _reference(root: nn.Module, sample: Mapping[str, Tensor] | None) -> Reference | None:
+    if sample is None and not probe(root):
+        return None
+    return reference(root, sample, sites=False)
+
+
+def _settle(root: nn.Module, before: Reference) -> None:
+    """Verify, note it in the journal; or blame, reverse and raise."""
+    try:
+        verdict = verify(root, before)
+        if verdict.ok:
+            vars(root)[JOURNAL].verification = f"verified: {verdict}"
+            return
+        verdict = _blame(root, before, verdict)
+    except BaseException:
+        if is_transformed(root):
+            reverse(root)
+        raise
+    raise VerificationError(f"{verdict}. The model was put back.", verdict)
+
+
+def _blame(root: nn.Module, before: Reference, verdict: Verdict) -> Verdict:
+    """Run both once more, watching every site: the price is paid only when something is wrong."""
+    mine = [reference(root, sample) for sample in before.samples]
+    reverse(root)
+    worst: dict[str, float] = {}
+    for one in mine:
+        for path, error in verify(root, one).sites:
+            worst[path] = max(error, worst.get(path, 0.0))
+    return replace(verdict, sites=tuple(sorted(worst.items(), key=lambda item: -item[1])))
+
+
+def _same_again(
+    root: nn.Module,
+    recipe: Recipe | str,
+    backend: str | Backend | None,
+    mode: Mode | str,
+    keep: Keep | None,
+) -> None:
+    done: Plan = vars(root)[JOURNAL].plan
+    found = resolve(backend, root) if backend is not None else done.context.backend
+    wanted = resolve_recipe(recipe, found, keep=keep)
+    if (wanted, found, Mode.parse(mode)) != (done.recipe, done.context.backend, done.context.mode):
+        raise PlanError(
+            f"the model is already transformed ({describe(root)}) and {wanted.name!r}, "
+            f"{found.name}, {Mode.parse(mode).value} was asked for. Reverse it first."
+        )
+
+
+def _demand_weights(root: nn.Module) -> None:
+    tensors = list(root.parameters())
+    if tensors and all(tensor.is_meta for tensor in tensors):
+        raise SurgeryError("every weight is on meta: load the weights before the transform.")
+
+
+def _demand_fit(root: nn.Module, made: Plan) -> None:
+    known = dict(root.named_modules())
+    for claim in made.claims:
+        found = type(known[claim.path]).__qualname__ if claim.path in known else "nothing"
+        if found != claim.before:
+            raise PlanError(
+                f"the plan was made for another model: {claim.path or 'the root'} should be a "
+                f"{claim.before} and is {found}."
+            )
+
+
+def _demand_own_classes(root: nn.Module, edits: list[Edit]) -> None:
+    """Undo only what is still ours: adapters and wrappers put on since must come off first."""
+    known = dict(root.named_modules())
+    last = {edit.path: edit.after for edit in edits if edit.slot is Slot.CLASS}
+    for path, cls in last.items():
+        if path not in known or type(known[path]) is not cls:
+            found = type(known[path]).__qualname__ if path in known else "nothing"
+            raise SurgeryError(
+                f"{path or 'the model'} is now {found}: the tree was changed after the transform. "
+                "Undo that first (unload adapters, remove wrappers), then reverse."
+            )

@@ -1,0 +1,188 @@
+"""Where the originals of lossy changes wait, so that the undo of the lossy is lossless.
+
+``host`` keeps them in memory, ``disk`` in one safetensors file that goes with the model,
+``source`` in the checkpoint that the model was loaded from, found again by digest, and ``none``
+nowhere. Everything that can fail fails in the keeper, before the first original is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from optimus.core.canonical import Placeholder, like, placeholder
+from optimus.core.errors import IrreversibleError, PlanError
+
+Keep = Literal["host", "disk", "source", "none"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)
+
+
+@dataclass(slots=True)
+class Original:
+    """One parameter that is away: in memory, or in a file and known by its digest."""
+
+    name: str
+    value: nn.Parameter | None = None
+    file: Path | None = None
+    digest: str = ""
+    twin: Placeholder | None = None
+    folder: Any = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is nothing to fetch."""
+        return self.value is None and self.file is None
+
+    def fetch(self) -> nn.Parameter:
+        """The original; ``IrreversibleError`` if it was not kept or its file has changed."""
+        if self.value is not None:
+            return self.value
+        if self.file is None or self.twin is None:
+            raise IrreversibleError(
+                f"the original of {self.name} was not kept (keep='none'). Load the model again "
+                "from its checkpoint, or transform with keep='host', 'disk' or 'source'."
+            )
+        return like(self.twin, self._read(self.file).to(self.twin.device))
+
+    def update(self, value: Tensor) -> None:
+        """A new original, as a checkpoint loaded into the transformed model brings it."""
+        old = self.value if self.value is not None else self.twin
+        assert old is not None
+        self.value = like(old, value.detach().to(old.device, old.dtype, copy=True))
+
+    def forget(self) -> None:
+        """Let go of what is in memory."""
+        self.value = None
+
+    def _read(self, file: Path) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                value: Tensor = tensors.get_tensor(self.name)
+        except (OSError, SafetensorError) as error:
+            raise IrreversibleError(
+                f"the original of {self.name} cannot be read back from {file}: {error}"
+            ) from error
+        if digest(value) != self.digest:
+            raise IrreversibleError(
+                f"{file} has changed since the transform: {self.name} holds other bytes. "
+                "Restore that file, or load the model again."
+            )
+        return value.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+        value = copy.deepcopy(self.value, memo)
+        return Original(self.name, value, self.file, self.digest, self.twin, self.folder)
+
+
+Keeper = Callable[[nn.Module, Mapping[str, nn.Parameter]], dict[str, Original]]
+
+
+def on_host(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Original]:
+    """``keep="host"``: the parameters themselves, at the cost of their memory."""
+    return _shared((names, Original(names[0], value)) for names, value in _tied(parameters))
+
+
+def on_disk(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Original]:
+    """``keep="disk"``: one file in a temporary folder that lives as long as the originals.
+
+    Raises ``OSError`` before anything is written if the disk is too full.
+    """
+    from safetensors.torch import save_file
+
+    groups = list(_tied(parameters))
+    tensors = {names[0]: value.detach().contiguous() for names, value in groups}
+    folder = tempfile.TemporaryDirectory(prefix="optimus-originals-")
+    needed = sum(t.numel() * t.element_size() for t in tensors.values())
+    free = shutil.disk_usage(folder.name).free
+    if needed > free:
+        raise OSError(f"keep='disk' needs {needed:,} bytes in {folder.name}, which has {free:,}.")
+    file = Path(folder.name) / "originals.safetensors"
+    save_file(tensors, file)
+    return _shared(
+        (names, Original(names[0], None, file, digest(value), placeholder(value), folder))
+        for names, value in groups
+    )
+
+
+def in_source(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Original]:
+    """``keep="source"``: the folder that the model was loaded from, if it holds the same bytes.
+
+    Raises ``PlanError`` if a tensor is missing there or differs.
+    """
+    held = {key: file for file in _source_files(model) for key in _keys(file)}
+    return _shared((names, _in_source(held, names, value)) for names, value in _tied(parameters))
+
+
+def _in_source(held: Mapping[str, Path], names: tuple[str, ...], value: nn.Parameter) -> Original:
+    name = next((n for n in names if n in held), None)
+    if name is None:
+        raise PlanError(
+            f"keep='source': the checkpoint has no {names[0]}. Use keep='host' or 'disk'."
+        )
+    original = Original(name, None, held[name], digest(value), placeholder(value))
+    try:
+        original.fetch()
+    except IrreversibleError as error:
+        raise PlanError(
+            f"keep='source': {name} in {held[name]} is not what the model holds; it was trained or "
+            "cast since. Use keep='host' or 'disk'."
+        ) from error
+    return original
+
+
+def _source_files(model: nn.Module) -> list[Path]:
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+    folder = Path(name)
+    files = sorted(folder.glob("*.safetensors")) if name and folder.is_dir() else []
+    if not files:
+        raise PlanError(
+            f"keep='source' needs a model loaded from a folder of safetensors files, and {name!r} "
+            "is none. Use keep='host' or 'disk'."
+        )
+    return files
+
+
+def _keys(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _tied(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+    """Each parameter object once, with all its names: a tie must not be written twice."""
+    names: dict[int, list[str]] = {}
+    for name, value in parameters.items():
+        names.setdefault(id(value), []).append(name)
+    for group in names.values():
+        yield tuple(group), parameters[group[0]]
+
+
+def _shared(groups: Iterable[tuple[tuple[str, ...], Original]]) -> dict[str, Original]:
+    return {name: original for names, original in groups for name in names}
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of the tensor's bytes."""
+    data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+# "none" holds them until the transform is committed: a failed check must still be able to undo.
+KEEPERS: dict[Keep, Keeper] = {
+    "host": on_host,
+    "disk": on_disk,
+    "source": in_source,
+    "none": on_host,
+}

@@ -1,0 +1,300 @@
+"""A recipe resolved against one model: claims, refusals, passes. Data; nothing has been touched."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from optimus.core.backend import Backend, Context, Mode, resolve
+from optimus.core.errors import (
+    BackendUnavailableError,
+    ConflictError,
+    NothingToDoError,
+    PlanError,
+    Refusal,
+    SurgeryError,
+)
+from optimus.core.originals import KEEPS, Keep
+from optimus.core.paths import Site, sites, unwrap
+from optimus.core.probe import describe_probe
+from optimus.core.registry import Registry
+from optimus.core.replacement import Fidelity, Pass, Replacement
+
+JOURNAL = "_optimus_journal"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Ordered stages of name patterns. A lone ``"*"`` takes whatever keeps the model's precision.
+
+    ``skip``: globs of paths to leave alone. ``keep``: where originals of lossy changes wait.
+    """
+
+    name: str
+    stages: tuple[tuple[str, ...], ...]
+    skip: tuple[str, ...] = ()
+    keep: Keep = "host"
+
+
+RECIPES: dict[str, Recipe | None] = {
+    "auto": Recipe("auto", (("*",),)),
+    "bf16": Recipe("bf16", (("cpu.bf16",), ("*",))),
+    "int8": None,
+    "int8-dynamic": None,
+    "int4": None,
+    "fp8": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One site that one replacement takes."""
+
+    stage: int
+    path: str
+    replacement: str
+    fidelity: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be done, what will not and why, and how it will be checked."""
+
+    recipe: Recipe
+    context: Context
+    claims: tuple[Claim, ...]
+    refusals: tuple[tuple[str, str, Refusal], ...]
+    passes: tuple[str, ...]
+    fidelity: Fidelity
+    verification: str
+
+    def to_json(self) -> str:
+        """The plan as JSON; ``from_json`` is its inverse."""
+        return json.dumps(asdict(self), default=_plain, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from ``to_json``; ``PlanError`` where the text is none."""
+        try:
+            return _parse(json.loads(text))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"this is not the JSON of a plan: {error}") from error
+
+    def __str__(self) -> str:
+        backend, dtype = self.context.backend.name, _plain(self.context.dtype)
+        head = f"recipe {self.recipe.name} on {backend}, {dtype}, {self.context.mode.value}"
+        lines = [head, f"verification: {self.verification}"]
+        lines += [f"  pass  {name}" for name in self.passes]
+        claimed = Counter((c.replacement, c.fidelity, c.before, c.after) for c in self.claims)
+        refused = Counter((name, refusal.reason) for _, name, refusal in self.refusals)
+        lines += [
+            f"  claim {count:4} x {name} ({fidelity}): {before} -> {after}"
+            for (name, fidelity, before, after), count in claimed.items()
+        ]
+        lines += [f"  leave {count:4} x {name}: {why}" for (name, why), count in refused.items()]
+        return "\n".join(lines)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return sorted(value) if isinstance(value, frozenset) else cast(Mode | Fidelity, value).value
+
+
+def _parse(data: dict[str, Any]) -> Plan:
+    recipe, context = data["recipe"], data["context"]
+    backend = context["backend"]
+    return Plan(
+        recipe=Recipe(
+            recipe["name"],
+            tuple(tuple(stage) for stage in recipe["stages"]),
+            tuple(recipe["skip"]),
+            recipe["keep"],
+        ),
+        context=Context(
+            Backend(**{**backend, "features": frozenset(backend["features"])}),
+            Mode(context["mode"]),
+            getattr(torch, context["dtype"]),
+            context["decodes"],
+        ),
+        claims=tuple(Claim(**claim) for claim in data["claims"]),
+        refusals=tuple((path, name, Refusal(**why)) for path, name, why in data["refusals"]),
+        passes=tuple(data["passes"]),
+        fidelity=Fidelity(data["fidelity"]),
+        verification=data["verification"],
+    )
+
+
+def plan(
+    model: nn.Module,
+    recipe: Recipe | str = "auto",
+    *,
+    backend: str | Backend | None = None,
+    mode: Mode | str = Mode.INFERENCE,
+    keep: Keep | None = None,
+    registry: Registry | None = None,
+) -> Plan:
+    """What ``transform`` would do to ``model``, which may be on meta.
+
+    Raises ``PlanError`` for an unknown recipe or an already transformed model,
+    ``BackendUnavailableError`` for a recipe that this hardware cannot run.
+    """
+    root = unwrap(model)
+    if isinstance(root, torch.jit.ScriptModule):
+        raise SurgeryError("a scripted model cannot be changed. Transform it before scripting.")
+    if JOURNAL in vars(root):
+        raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
+    found = resolve(backend, root)
+    chosen = resolve_recipe(recipe, found, keep=keep)
+    context = Context(found, Mode.parse(mode), _dtype(root), _decodes(root))
+    return _Planner(root, chosen, registry or Registry.installed()).run(context)
+
+
+def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None = None) -> Recipe:
+    """The recipe of that name, with ``keep`` put in."""
+    if keep is not None and keep not in KEEPS:
+        raise PlanError(f"unknown keep {keep!r}; known are {', '.join(KEEPS)}")
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise PlanError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
+        built = RECIPES[recipe]
+        if built is None:
+            ready = ", ".join(name for name, one in RECIPES.items() if one)
+            raise BackendUnavailableError(
+                f"recipe {recipe!r} is not built yet for {backend.name}; built are {ready}."
+            )
+        recipe = built
+    return recipe if keep is None else replace(recipe, keep=keep)
+
+
+def describe(root: nn.Module) -> str:
+    """The recipe, backend and mode of a transformed model, in a few words."""
+    done: Plan = vars(root)[JOURNAL].plan
+    return f"recipe {done.recipe.name}, {done.context.backend.name}, {done.context.mode.value}"
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    floats = Counter(t.dtype for t in model.parameters() if t.is_floating_point())
+    return floats.most_common(1)[0][0] if floats else torch.get_default_dtype()
+
+
+def _decodes(model: nn.Module) -> bool:
+    can_generate = getattr(model, "can_generate", None)
+    return bool(can_generate()) if callable(can_generate) else False
+
+
+def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
+    """For every parameter object: the modules that hold it, and its name in each."""
+    owners: dict[int, dict[str, str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), {})[path] = f"{path}.{name}".lstrip(".")
+    return owners
+
+
+class _Planner:
+    """One walk over the stages. Claims of a stage are all made on the untouched tree."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, registry: Registry) -> None:
+        self.model, self.recipe, self.registry = model, recipe, registry
+        self.sites = [s for s in sites(model) if not self._skipped(s.path)]
+        self.ties = _owners(model)
+        self.claims: dict[str, Claim] = {}
+        self.refusals: list[tuple[str, str, Refusal]] = []
+        self.passes: list[str] = []
+        self.worst = Fidelity.EXACT
+
+    def run(self, context: Context) -> Plan:
+        for stage, patterns in enumerate(self.recipe.stages):
+            taken: dict[str, str] = {}
+            for pattern in patterns:
+                context = self._passes(pattern, context)
+                self._replacements(stage, pattern, context, taken)
+        return Plan(
+            recipe=self.recipe,
+            context=context,
+            claims=tuple(self.claims.values()),
+            refusals=tuple(self.refusals),
+            passes=tuple(self.passes),
+            fidelity=self.worst,
+            verification=describe_probe(self.model),
+        )
+
+    def _tied(self, site: Site, rule: Replacement) -> Refusal | None:
+        """A new layout for one of two owners would untie them."""
+        if not rule.mixin.bridges:
+            return None
+        others = (self.ties.get(id(p), {}) for p in site.module.parameters(recurse=False))
+        named = (name for owners in others for owner, name in owners.items() if owner != site.path)
+        return next((Refusal(f"tied to {name}") for name in named), None)
+
+    def _skipped(self, path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in self.recipe.skip)
+
+    def _find(self, pattern: str) -> list[Replacement | Pass]:
+        found = self.registry.find(pattern)
+        return [i for i in found if pattern != "*" or i.fidelity is not Fidelity.LOSSY]
+
+    def _passes(self, pattern: str, context: Context) -> Context:
+        for item in self._find(pattern):
+            if isinstance(item, Replacement):
+                continue
+            if refusal := item.refuses(self.model, context):
+                self._refuse("", item.name, refusal, named=item.name == pattern)
+            else:
+                self.passes.append(item.name)
+                self._degrade(item.fidelity)
+                context = item.settles(context)
+        return context
+
+    def _replacements(
+        self, stage: int, pattern: str, context: Context, taken: dict[str, str]
+    ) -> None:
+        rules = [item for item in self._find(pattern) if isinstance(item, Replacement)]
+        before = len(self.claims)
+        near: list[Refusal] = []
+        for site in self.sites:
+            for rule in (r for r in rules if r.claims(site)):
+                if site.path in taken and taken[site.path] != pattern:
+                    raise ConflictError(
+                        f"{taken[site.path]!r} and {pattern!r} both claim "
+                        f"{site.path or 'the model'}. Put them in different stages, or narrow one."
+                    )
+                if site.path in self.claims:
+                    break
+                if refusal := rule.refuses(site, context) or self._tied(site, rule):
+                    self._refuse(site.path, rule.name, refusal)
+                    near.append(refusal)
+                    continue
+                self._claim(stage, site, rule)
+                taken[site.path] = pattern
+                break
+        if "*" not in pattern and rules and len(self.claims) == before:
+            why = near[0].reason if near else "no module of the model is of its kind"
+            raise NothingToDoError(f"{pattern} found nothing to do: {why}.")
+
+    def _claim(self, stage: int, site: Site, rule: Replacement) -> None:
+        name = type(site.module).__qualname__
+        after = rule.mixin.__name__ + name
+        self.claims[site.path] = Claim(
+            stage, site.path, rule.name, rule.fidelity.value, name, after
+        )
+        self._degrade(rule.fidelity)
+
+    def _refuse(self, path: str, name: str, refusal: Refusal, *, named: bool = False) -> None:
+        if named:
+            kind = BackendUnavailableError if refusal.hardware else NothingToDoError
+            raise kind(f"recipe {self.recipe.name!r} cannot run: {refusal.reason}.")
+        self.refusals.append((path, name, refusal))
+
+    def _degrade(self, fidelity: Fidelity) -> None:
+        order = list(Fidelity)
+        self.worst = max(self.worst, fidelity, key=order.index)

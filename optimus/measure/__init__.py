@@ -1,0 +1,1 @@
+"""Timing side by side: real text in, seconds, memory and error out."""

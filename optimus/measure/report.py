@@ -1,0 +1,130 @@
+"""How a comparison is shown: a table, a sentence, JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from optimus.measure.figures import Comparison, Row
+from optimus.measure.side import STOCK
+
+# Eight, because that is what a terminal of 80 columns holds; JSON has everything.
+HEADINGS = ("side", "min ms", "median", "spread", "x stock", "tokens/s", "error", "peak MB")
+
+# Less than this in both the fastest and the median run is no difference on a shared machine.
+CLEAR = 1.05
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 1}f}"
+
+
+def cells(comparison: Comparison, row: Row) -> tuple[str, ...]:
+    """One row of the table, under ``HEADINGS``."""
+    if not row.ran:
+        return (row.name, "unverified" if row.unverified else "refused")
+    assert row.error is not None
+    return (
+        row.name,
+        _milliseconds(row.least),
+        _milliseconds(row.median),
+        f"{row.spread:.0%}",
+        f"{comparison.ratio(row):.2f}",
+        f"{comparison.tokens_per_second(row):,.0f}",
+        "-" if row.name == STOCK else f"{row.error:.1e}",
+        f"{row.peak_bytes / 1e6:,.0f}",
+    )
+
+
+def table(comparison: Comparison) -> Table:
+    """The comparison as a rich table."""
+    shown = Table(*HEADINGS, title=title(comparison))
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for row in comparison.rows:
+        shown.add_row(*cells(comparison, row))
+    return shown
+
+
+def title(comparison: Comparison) -> str:
+    """What was done in every run."""
+    work = comparison.work
+    name = "/".join(Path(work.model).parts[-2:])  # as much of a folder as a hub id has
+    return (
+        f"{name}: {work.texts} texts, {work.batch} a batch, {work.length} tokens at most, "
+        f"{work.real_share:.0%} real"
+    )
+
+
+def conditions(comparison: Comparison) -> str:
+    """What it was measured on."""
+    stock = comparison.stock
+    versions = comparison.machine["versions"]
+    assert isinstance(versions, dict)
+    return (
+        f"{comparison.machine['processor']}, {stock.threads} threads, {stock.allocator}, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}; "
+        f"fastest of {len(stock.seconds)} alternated runs"
+    )
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Why sides have no figures, or figures that must not be used."""
+    refused = [f"{row.name} refused: {row.refused}" for row in comparison.rows if row.refused]
+    return refused + [
+        f"{row.name} not verified: {row.unverified}" for row in comparison.rows if row.unverified
+    ]
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: what to use."""
+    fit = [r for r in comparison.rows if r.ran and not r.unverified and r.name != STOCK]
+    if not fit:
+        return "Nothing ran beside stock."
+    best = max(fit, key=comparison.ratio)
+    ratio, middle = comparison.ratio(best), comparison.stock.median / best.median
+    if min(ratio, middle) < CLEAR:
+        return (
+            f"Nothing is clearly faster than stock here (best: {best.name}, {ratio:.2f}x by the "
+            f"fastest run, {middle:.2f}x by the median): keep stock."
+        )
+    return f"{best.name} is {ratio:.2f}x as fast as stock, at a relative error of {best.error:.1e}."
+
+
+def _row_data(comparison: Comparison, row: Row) -> dict[str, object]:
+    if not row.ran:
+        return {"side": row.name, "refused": row.refused, "unverified": row.unverified}
+    return {
+        "side": row.name,
+        "seconds": list(row.seconds),
+        "min_seconds": row.least,
+        "median_seconds": row.median,
+        "spread": row.spread,
+        "times_stock": comparison.ratio(row),
+        "tokens_per_second": comparison.tokens_per_second(row),
+        "texts_per_second": comparison.sequences_per_second(row),
+        "relative_error": row.error,
+        "loaded_bytes": row.loaded_bytes,
+        "peak_bytes": row.peak_bytes,
+        "threads": row.threads,
+        "allocator": row.allocator,
+        "facts": row.facts,
+        "unverified": row.unverified,
+    }
+
+
+def data(comparison: Comparison) -> dict[str, object]:
+    """The comparison as JSON-able data, every run's time included."""
+    work = comparison.work
+    return {
+        "model": work.model,
+        "texts": work.texts,
+        "batch": work.batch,
+        "length": work.length,
+        "tokens": work.tokens,
+        "real_share": work.real_share,
+        "machine": comparison.machine,
+        "sides": [_row_data(comparison, row) for row in comparison.rows],
+        "verdict": verdict(comparison),
+    }

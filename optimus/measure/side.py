@@ -1,0 +1,190 @@
+"""One side of a comparison, alone in its process.
+
+Two runtimes in one process slow each other (a pool that spins, a heap they share), so every side
+is its own: ``python -m optimus.measure.side`` reads one JSON order a line on stdin and answers one
+JSON line each. Between orders it sleeps on stdin and costs nothing to the side that is running.
+
+A side is named ``module:function``. The function takes a ``Task`` and the batches, and returns a
+``Runner``; ``transformers_side`` below is stock and every recipe, and peers bring their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from optimus.core.errors import BackendUnavailableError, OptimusError, VerificationError
+from optimus.measure import load, machine, text
+from optimus.measure.text import Batch
+
+STOCK = "stock"
+
+# Their first position is the one after the padding token's number; the rows below stay unused.
+COUNTS_FROM_PADDING = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What one side is to do, as it is sent to its process."""
+
+    model: str
+    texts: list[str]
+    batch: int
+    length: int
+    side: str = "optimus.measure.side:transformers_side"
+    recipe: str = STOCK
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A model that is ready to be timed.
+
+    ``forward`` gives ``[texts, tokens, features]``, or ``[texts, features]`` from a head.
+    """
+
+    forward: Callable[[Batch], Tensor]
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+def _output(model: nn.Module, batch: Batch) -> Tensor:
+    result = model(**batch)
+    hidden: Tensor | None = getattr(result, "last_hidden_state", None)
+    return result.logits if hidden is None else hidden
+
+
+def _transform(model: nn.Module, recipe: str, batch: Batch) -> dict[str, object]:
+    """Transform, verified on the data's own first batch where optimus cannot build a probe."""
+    import optimus
+
+    plan = optimus.plan(model, recipe)
+    unverified = plan.verification.startswith("not verified")
+    optimus.transform(model, recipe, sample=batch if unverified else None)
+    return {"claims": len(plan.claims), "passes": list(plan.passes)}
+
+
+def transformers_side(task: Task, batches: list[Batch]) -> Runner:
+    """The model as transformers loads it, or transformed by the task's recipe."""
+    model = load.load_model(task.model, dtype=getattr(torch, task.dtype))
+    facts = {} if task.recipe == STOCK else _transform(model, task.recipe, batches[0])
+
+    def forward(batch: Batch) -> Tensor:
+        return _output(model, batch)
+
+    return Runner(forward, facts)
+
+
+def _real(output: Tensor, batch: Batch) -> Tensor:
+    """The rows of real tokens; all of it where the output has no token axis."""
+    mask = batch["attention_mask"].bool()
+    return output[mask] if output.shape[:2] == mask.shape else output
+
+
+@torch.inference_mode()
+def _save(runner: Runner, batches: list[Batch], path: Path) -> None:
+    """One safetensors file a batch, so that the reader holds one batch at a time."""
+    from safetensors.torch import save_file
+
+    for number, batch in enumerate(batches):
+        real = _real(runner.forward(batch), batch).float().contiguous()
+        save_file({"output": real}, path / f"{number}.safetensors")
+
+
+@torch.inference_mode()
+def _seconds(runner: Runner, batches: list[Batch]) -> float:
+    start = time.perf_counter()
+    for batch in batches:
+        runner.forward(batch)
+    return time.perf_counter() - start
+
+
+def _factory(name: str) -> Callable[[Task, list[Batch]], Runner]:
+    module, _, function = name.partition(":")
+    found: Callable[[Task, list[Batch]], Runner] = getattr(
+        importlib.import_module(module), function
+    )
+    return found
+
+
+def _positions(model: str) -> int:
+    """How many tokens the model has positions for."""
+    config = load.read_config(model).get_text_config()
+    rows = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    reserved = config.pad_token_id + 1 if config.model_type in COUNTS_FROM_PADDING else 0
+    return int(rows) - reserved
+
+
+def _prepare(task: Task) -> tuple[Runner, list[Batch], dict[str, object]]:
+    tokenizer = load.load_tokenizer(task.model)
+    length = min(task.length, _positions(task.model))
+    batches = text.batches(tokenizer, task.texts, size=task.batch, length=length)
+    runner = _factory(task.side)(task, batches)
+    _seconds(runner, batches)  # warm up: first calls allocate, pick kernels and compile
+    real, places = text.count_tokens(batches)
+    return runner, batches, {"tokens": real, "places": places, "length": length}
+
+
+def _answers(orders: Iterator[dict[str, Any]], task: Task) -> Iterator[dict[str, object]]:
+    runner, batches, facts = _prepare(task)
+    yield {
+        "event": "ready",
+        "facts": facts | runner.facts,
+        "loaded_bytes": machine.resident_bytes(),
+        "threads": torch.get_num_threads(),
+        "allocator": machine.allocator(),
+    }
+    for order in orders:
+        if order["do"] == "run":
+            yield {"event": "time", "seconds": _seconds(runner, batches)}
+        else:
+            peak = machine.peak_bytes()  # before the outputs are gathered, which is our own cost
+            _save(runner, batches, Path(order["folder"]))
+            yield {"event": "end", "peak_bytes": peak}
+
+
+def _failure(error: OptimusError) -> dict[str, object]:
+    kinds = {BackendUnavailableError: "refused", VerificationError: "unverified"}
+    return {"event": kinds.get(type(error), "failed"), "reason": str(error)}
+
+
+def serve(orders: TextIO, replies: TextIO) -> None:
+    """Read the task, then answer orders until stdin closes."""
+    decoded = (json.loads(line) for line in orders)
+    task = Task(**next(decoded))
+
+    def reply(answer: dict[str, object]) -> None:
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+    try:
+        for answer in _answers(decoded, task):
+            reply(answer)
+    except OptimusError as error:
+        reply(_failure(error))
+
+
+def main() -> None:
+    """Serve on the real stdout; what libraries print goes to stderr, out of the protocol's way."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, replies)
+
+
+def encode(task: Task) -> str:
+    """The first line that a side's process reads."""
+    return json.dumps(dataclasses.asdict(task))
+
+
+if __name__ == "__main__":
+    main()

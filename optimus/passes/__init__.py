@@ -1,0 +1,1 @@
+"""Changes to the whole model: one file per backend, and what several share."""

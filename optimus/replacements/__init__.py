@@ -1,0 +1,1 @@
+"""What is swapped: one file per architecture; files with a leading underscore are shared."""

@@ -1,0 +1,30 @@
+"""BERT, and what is a BERT under another name: MiniLM, BGE, E5, GTE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optimus.core.replacement import Architecture
+from optimus.replacements._families import fused, unpadded
+
+
+def tiny() -> Any:
+    """Two layers, wide enough to pack."""
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=99,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+
+
+ARCHITECTURE = Architecture(
+    model_type="bert",
+    tiny=tiny,
+    heads=("AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"),
+    replacements=(unpadded("bert", "BertModel"), fused("bert", "BertModel")),
+)

@@ -1,0 +1,31 @@
+"""ELECTRA: BERT with embeddings of a width of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optimus.core.replacement import Architecture
+from optimus.replacements._families import fused, unpadded
+
+
+def tiny() -> Any:
+    """Two layers, wide enough to pack."""
+    from transformers import ElectraConfig
+
+    return ElectraConfig(
+        vocab_size=99,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        embedding_size=128,
+    )
+
+
+ARCHITECTURE = Architecture(
+    model_type="electra",
+    tiny=tiny,
+    heads=("AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"),
+    replacements=(unpadded("electra", "ElectraModel"), fused("electra", "ElectraModel")),
+)

@@ -1,0 +1,32 @@
+"""Llama: rotary decoder with grouped queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optimus.core.replacement import Architecture
+from optimus.replacements._families import fused
+
+
+def tiny() -> Any:
+    """Two layers, wide enough to pack."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=99,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+
+
+ARCHITECTURE = Architecture(
+    model_type="llama",
+    tiny=tiny,
+    heads=("AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+    replacements=(fused("llama", "LlamaModel"),),
+)

@@ -1,0 +1,24 @@
+"""What more than one test file needs."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory):
+    """A folder with a two-layer BERT, seeded, and a tokenizer that spells words out."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-bert"
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = ["the", "value", "of", "list", "if", "is", "to", "be", "return", "then", "it"]
+    vocabulary = [*special, *words, *letters, *(f"##{letter}" for letter in letters)]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=len(vocabulary), **sizes, **layers))
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
