@@ -1,12 +1,30 @@
 """What more than one test file needs."""
 
 import pytest
+import torch
+
+import optimus
+
+
+@pytest.fixture(scope="session")
+def capable():
+    """A processor that can do everything, so that plans are the same on every machine."""
+    features = {"packed-linear", "packed-linear-bf16", "native-bf16"}
+    return optimus.Backend("x86", "cpu", "AuthenticAMD", frozenset(features))
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny products are faster on one thread, and far faster on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def tiny_bert(tmp_path_factory):
     """A folder with a two-layer BERT, seeded, and a tokenizer that spells words out."""
-    import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     folder = tmp_path_factory.mktemp("models") / "tiny-bert"

@@ -153,7 +153,8 @@ def pad_of(model: nn.Module) -> int:
 def batch(model: nn.Module, kind: str = "right") -> dict[str, Tensor]:
     """Ids and mask of that kind; for a plain module its own input."""
     if not hasattr(model, "config"):
-        return {"input": torch.linspace(-1, 1, 4 * 256).view(4, 256)}
+        dtype = next(model.parameters()).dtype
+        return {"input": torch.linspace(-1, 1, 4 * 256, dtype=dtype).view(4, 256)}
     mask = masks()[kind]
     ids = {"input_ids": words(mask, pad_of(model))}
     return ids if mask is None else ids | {"attention_mask": mask}

@@ -181,9 +181,29 @@ def test_bench_refuses_weights_that_it_cannot_trust(copy, capsys):
     assert "damaged or cut short" in refused(capsys, "bench", copy, "--runs", "1")
 
 
+def test_bench_refuses_a_tokenizer_that_does_not_fit(copy, capsys):
+    """None at all, which transformers would make up, and one with more tokens than the model."""
+    kept = (copy / "tokenizer.json").read_text()
+    for name in ("tokenizer.json", "vocab.txt"):
+        (copy / name).unlink()
+    assert "has no tokenizer" in refused(capsys, "bench", copy)
+    (copy / "tokenizer.json").write_text(kept)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
+    assert "not a pair" in refused(capsys, "bench", copy)
+
+
 def test_bench_refuses_text_that_is_not_there(tiny_bert, tmp_path, capsys):
     """Found before any process starts."""
     assert "cannot read" in refused(capsys, "bench", tiny_bert, "--data", tmp_path / "absent")
+
+
+def alive(process: str) -> bool:
+    """Whether a process runs; one that only waits to be collected does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_ctrl_c_exits_with_130_and_leaves_no_process(tiny_bert):
@@ -206,4 +226,7 @@ def test_ctrl_c_exits_with_130_and_leaves_no_process(tiny_bert):
     assert process.returncode == 130
     assert errors.endswith("optimus: error: interrupted.\n")
     assert "Traceback" not in errors
-    assert not any(Path(f"/proc/{side}").exists() for side in sides)
+    deadline = time.monotonic() + 60
+    while any(alive(side) for side in sides):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -64,15 +65,18 @@ def transform(
         return model
     made = plan(root, recipe, backend=backend, mode=mode, keep=wanted, registry=registry)
     _demand_weights(root)
-    if not (made.claims or made.passes):
-        check = False
-    before = _reference(root, sample) if check else None
-    _apply(root, made, registry)
-    if before is not None:
-        _settle(root, before)
-    elif check:
-        vars(root)[JOURNAL].verification = made.verification
-    _commit(vars(root)[JOURNAL])
+    check = check and bool(made.claims or made.passes)
+    before = _reference(root, made, sample) if check else "not verified: check=False"
+    try:
+        _apply(root, made, registry)
+        verification = before if isinstance(before, str) else _settle(root, before)
+    except BaseException:
+        if is_transformed(root):
+            reverse(root)
+        raise
+    _commit(root, verification)
+    if check and isinstance(before, str):
+        warnings.warn(f"{before}. Give a sample to have the answers compared.", stacklevel=2)
     return model
 
 
@@ -88,14 +92,14 @@ def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> 
             return model
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     _apply(root, made, registry)
-    _commit(vars(root)[JOURNAL])
+    _commit(root, "not verified: apply() does not run the model")
     return model
 
 
 def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
     _demand_weights(root)
     _demand_fit(root, made)
-    journal = Journal(made, [], "not verified: apply() does not run the model")
+    journal = Journal(made, [], "")
     known = registry or Registry.installed()
     try:
         with Surgeon(root) as surgeon:
@@ -107,8 +111,10 @@ def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
         raise
 
 
-def _commit(journal: Journal) -> None:
+def _commit(root: nn.Module, verification: str) -> None:
     """The point of no return for ``keep="none"``: the originals are let go."""
+    journal: Journal = vars(root)[JOURNAL]
+    journal.verification = verification
     if journal.plan.recipe.keep == "none":
         for edit in journal.edits:
             if isinstance(edit.before, Original):
@@ -163,24 +169,24 @@ def _fetched(edit: Edit) -> Edit:
     return replace(edit, before=edit.before.fetch())
 
 
-def _reference(root: nn.Module, sample: Mapping[str, Tensor] | None) -> Reference | None:
-    if sample is None and not probe(root):
-        return None
-    return reference(root, sample, sites=False)
-
-
-def _settle(root: nn.Module, before: Reference) -> None:
-    """Verify, note it in the journal; or blame, reverse and raise."""
+def _reference(root: nn.Module, made: Plan, sample: Mapping[str, Tensor] | None) -> Reference | str:
+    """What stock answers, or in words why that cannot be known."""
+    if sample is not None:
+        return reference(root, sample, sites=False)
+    if not probe(root):
+        return made.verification
     try:
-        verdict = verify(root, before)
-        if verdict.ok:
-            vars(root)[JOURNAL].verification = f"verified: {verdict}"
-            return
-        verdict = _blame(root, before, verdict)
-    except BaseException:
-        if is_transformed(root):
-            reverse(root)
-        raise
+        return reference(root, sites=False)
+    except Exception as error:  # noqa: BLE001  any model may reject a batch that it did not ask for
+        return f"not verified: the stock model rejects the probe batch ({error})"
+
+
+def _settle(root: nn.Module, before: Reference) -> str:
+    """Verify and say how it went; or blame, reverse and raise."""
+    verdict = verify(root, before)
+    if verdict.ok:
+        return f"verified: {verdict}"
+    verdict = _blame(root, before, verdict)
     raise VerificationError(f"{verdict}. The model was put back.", verdict)
 
 

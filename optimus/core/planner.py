@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -90,17 +91,24 @@ class Plan:
 
     def __str__(self) -> str:
         backend, dtype = self.context.backend.name, _plain(self.context.dtype)
-        head = f"recipe {self.recipe.name} on {backend}, {dtype}, {self.context.mode.value}"
-        lines = [head, f"verification: {self.verification}"]
-        lines += [f"  pass  {name}" for name in self.passes]
+        rows = [("", "count", "name", "fidelity", "what")]
+        rows += [("pass", "", name, "", "the whole model") for name in self.passes]
         claimed = Counter((c.replacement, c.fidelity, c.before, c.after) for c in self.claims)
         refused = Counter((name, refusal.reason) for _, name, refusal in self.refusals)
-        lines += [
-            f"  claim {count:4} x {name} ({fidelity}): {before} -> {after}"
+        rows += [
+            ("claim", str(count), name, fidelity, f"{before} -> {after}")
             for (name, fidelity, before, after), count in claimed.items()
         ]
-        lines += [f"  leave {count:4} x {name}: {why}" for (name, why), count in refused.items()]
-        return "\n".join(lines)
+        rows += [("leave", str(n), name, "", why) for (name, why), n in refused.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        head = f"recipe {self.recipe.name} on {backend}, {dtype}, {self.context.mode.value}"
+        return "\n".join([head, f"check: {self.verification}", *_aligned(rows, widths)])
+
+
+def _aligned(rows: list[tuple[str, str, str, str, str]], widths: list[int]) -> Iterator[str]:
+    for kind, count, name, fidelity, what in rows:
+        cells = (kind.ljust(widths[0]), count.rjust(widths[1]), name.ljust(widths[2]))
+        yield "  ".join((*cells, fidelity.ljust(widths[3]), what)).rstrip()
 
 
 def _plain(value: object) -> object:

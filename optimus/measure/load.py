@@ -153,7 +153,8 @@ def load_model(source: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
             raise LoadError(f"{source}: cannot load: {_first_line(error)}") from error
     _check_complete(source, info)
     _check_finite(source, model)
-    return model.eval()
+    loaded: nn.Module = model.eval()
+    return loaded
 
 
 def load_tokenizer(source: str) -> Any:
@@ -166,6 +167,9 @@ def load_tokenizer(source: str) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exception for a damaged file
             raise LoadError(f"{source}: cannot read its tokenizer: {_first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes up an empty one where the folder holds none.
+        raise LoadError(f"{source} has no tokenizer, so no text can be given to it.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

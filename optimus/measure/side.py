@@ -117,9 +117,21 @@ def _factory(name: str) -> Callable[[Task, list[Batch]], Runner]:
     return found
 
 
-def _positions(model: str) -> int:
+def _check_fit(config: Any, batches: list[Batch]) -> None:
+    """Say it before torch does, in the middle of the model and without a name."""
+    if config.is_encoder_decoder:
+        raise load.LoadError(
+            f"{config.model_type} is an encoder-decoder; encoders and decoders can be measured."
+        )
+    largest = max(int(batch["input_ids"].max()) for batch in batches)
+    if largest >= (rows := config.get_text_config().vocab_size):
+        raise load.LoadError(
+            f"the tokenizer gives token {largest} and the model has {rows}: they are not a pair."
+        )
+
+
+def _positions(config: Any) -> int:
     """How many tokens the model has positions for."""
-    config = load.read_config(model).get_text_config()
     rows = getattr(config, "max_position_embeddings", None) or sys.maxsize
     reserved = config.pad_token_id + 1 if config.model_type in COUNTS_FROM_PADDING else 0
     return int(rows) - reserved
@@ -127,8 +139,10 @@ def _positions(model: str) -> int:
 
 def _prepare(task: Task) -> tuple[Runner, list[Batch], dict[str, object]]:
     tokenizer = load.load_tokenizer(task.model)
-    length = min(task.length, _positions(task.model))
+    config = load.read_config(task.model)
+    length = min(task.length, _positions(config.get_text_config()))
     batches = text.batches(tokenizer, task.texts, size=task.batch, length=length)
+    _check_fit(config, batches)
     runner = _factory(task.side)(task, batches)
     _seconds(runner, batches)  # warm up: first calls allocate, pick kernels and compile
     real, places = text.count_tokens(batches)
@@ -161,7 +175,10 @@ def _failure(error: OptimusError) -> dict[str, object]:
 def serve(orders: TextIO, replies: TextIO) -> None:
     """Read the task, then answer orders until stdin closes."""
     decoded = (json.loads(line) for line in orders)
-    task = Task(**next(decoded))
+    order = next(decoded, None)
+    if order is None:  # the parent was interrupted before it said anything
+        return
+    task = Task(**order)
 
     def reply(answer: dict[str, object]) -> None:
         replies.write(json.dumps(answer) + "\n")

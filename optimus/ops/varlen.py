@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+
+class Sequences:
+    """Sequences that lie end to end: their ``lengths``, and the ``places [total]`` in its padded
+    row that each token came from, which a window counts by.
+    """
+
+    def __init__(self, lengths: Sequence[int], places: Tensor) -> None:
+        self.lengths = tuple(lengths)
+        self.places = places
+        self._bands: dict[tuple[int, int], Tensor | None] = {}
+
+    def band(self, start: int, length: int, window: int) -> Tensor | None:
+        """For the sequence at ``start``: True where two tokens are at most ``window`` places
+        apart; None where all are.
+        """
+        if (start, window) not in self._bands:
+            at = self.places[start : start + length]
+            near = (at[:, None] - at).abs() <= window
+            self._bands[start, window] = None if bool(near.all()) else near
+        return self._bands[start, window]
 
 
 class Ragged:
@@ -18,7 +41,6 @@ class Ragged:
         self.batch, self.length = mask.shape
         self.index = mask.reshape(-1).nonzero().squeeze(1)
         self.lengths = [n for n in mask.sum(1).tolist() if n]
-        self._bands: dict[tuple[int, int], Tensor] = {}
 
     def pack(self, padded: Tensor) -> Tensor:
         """``[batch or 1, length, ...]`` to ``[1, total, ...]``."""
@@ -31,21 +53,27 @@ class Ragged:
         rows = rows.index_copy(0, self.index, packed[0])
         return rows.view(self.batch, self.length, *packed.shape[2:])
 
-    def band(self, length: int, window: int, device: torch.device) -> Tensor | None:
-        """True where two tokens are at most ``window`` apart; None where all are."""
-        if length <= window + 1:
-            return None
-        if (length, window) not in self._bands:
-            at = torch.arange(length, device=device)
-            self._bands[length, window] = (at[:, None] - at).abs() <= window
-        return self._bands[length, window]
+    def pieces(self, most: int) -> Iterator[tuple[slice, Sequences]]:
+        """Whole sequences, up to ``most`` tokens a piece: their tokens, and their lengths."""
+        start, end = 0, 0
+        piece: list[int] = []
+        for length in self.lengths:
+            if piece and end + length - start > most:
+                yield self._piece(start, end, piece)
+                start, piece = end, []
+            piece.append(length)
+            end += length
+        yield self._piece(start, end, piece)
+
+    def _piece(self, start: int, end: int, lengths: list[int]) -> tuple[slice, Sequences]:
+        return slice(start, end), Sequences(lengths, self.index[start:end] % self.length)
 
 
 def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ragged: Ragged,
+    sequences: Sequences,
     *,
     scale: float | None,
     window: int | None,
@@ -56,9 +84,9 @@ def varlen_attention(
     One kernel call a sequence, so that no sequence can see another and no mask is needed.
     """
     outputs, start = [], 0
-    for length in ragged.lengths:
+    for length in sequences.lengths:
         part = slice(start, start + length)
-        band = None if window is None else ragged.band(length, window, query.device)
+        band = None if window is None else sequences.band(start, length, window)
         out = scaled_dot_product_attention(
             query[:, :, part], key[:, :, part], value[:, :, part], attn_mask=band, scale=scale
         )

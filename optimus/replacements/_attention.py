@@ -40,11 +40,11 @@ def fused_attention(
     The stock function answers where weights, dropout, a soft cap or sinks are asked for, which
     the fused kernels would drop without a word.
     """
-    if "ragged" in kwargs:
+    if "sequences" in kwargs:
         return unpadded_attention(module, query, key, value, mask, **kwargs)
     if (
         kwargs.get("dropout")
-        or kwargs.get("output_attentions")
+        or _weights_wanted(kwargs)
         or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
     ):
         return cast(Any, _eager_of(module))(module, query, key, value, mask, **kwargs)
@@ -56,12 +56,20 @@ def fused_attention(
     )
 
 
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    from transformers.utils.output_capturing import _active_collector
+
+    # Not every model hands the argument down to its attention (GPT-2): ask the recorder too.
+    recorded = _active_collector.get() or {}
+    return bool(kwargs.get("output_attentions")) or "attentions" in recorded
+
+
 def unpadded_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """In place of sdpa, for packed calls and others. Shapes as ``fused_attention``."""
-    ragged = kwargs.pop("ragged", None)
-    if ragged is None:
+    sequences = kwargs.pop("sequences", None)
+    if sequences is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return cast(
@@ -71,7 +79,7 @@ def unpadded_attention(
     # Flash kernels count the token itself; the mask of the host does not (ModernBERT adds one).
     reach = None if window is None else window - 1
     return varlen_attention(
-        query, key, value, ragged, scale=kwargs.get("scaling"), window=reach
+        query, key, value, sequences, scale=kwargs.get("scaling"), window=reach
     ), None
 
 

@@ -1,0 +1,127 @@
+"""Every law on every registered architecture, head, attention and recipe."""
+
+import laws
+import pytest
+import torch
+from models import PLAIN, Case, case
+
+from optimus.core.registry import Registry
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def cases() -> list[Case]:
+    """One case a head, recipe and attention; the host's choice of attention comes first."""
+    found = []
+    for architecture in Registry.installed().architectures:
+        for head in architecture.heads:
+            found += [Case(architecture, head, recipe=recipe) for recipe in ("auto", "bf16")]
+            if architecture.replacements and architecture.model_type != PLAIN:
+                found.append(Case(architecture, head, attention="eager"))
+    return found
+
+
+def first_heads(*recipes: str) -> list[Case]:
+    """The cases of the first head of each architecture."""
+    return [c for c in CASES if c.head == c.architecture.heads[0] and c.recipe in recipes]
+
+
+def on(chosen):
+    """Parametrise a test over cases."""
+    return pytest.mark.parametrize("case", chosen, ids=str)
+
+
+CASES = cases()
+SETTLED = [c for c in CASES if c.attention == "default"]
+FIRST, AUTO = first_heads("auto", "bf16"), first_heads("auto")
+UNPADDED = [
+    c for c in FIRST if any(r.name.endswith(".unpadded") for r in c.architecture.replacements)
+]
+NARROW = [Case(c.architecture, c.head, c.attention, dtype=torch.bfloat16) for c in AUTO]
+# Tracing takes seconds, and the eager switch is one piece of code for all.
+EAGER = [case("bert", attention="eager"), case("gpt2", "AutoModelForCausalLM", attention="eager")]
+GRAPHS = [c for c in AUTO if c.attention == "default"] + EAGER
+
+
+@on(FIRST)
+def test_silence(case, capable):
+    """Plans touch nothing and claim nothing unknown."""
+    laws.silence(case, capable)
+
+
+@on(CASES + NARROW)
+def test_equivalence(case, capable):
+    """Same answers."""
+    laws.equivalence(case, capable)
+
+
+@on(UNPADDED)
+def test_padding_is_zero(case, capable):
+    """Unpadded encoders leave zeros where there is no token."""
+    laws.padding_is_zero(case, capable)
+
+
+@on(SETTLED)
+def test_keys(case, capable):
+    """Same checkpoint."""
+    laws.keys(case, capable)
+
+
+@on(SETTLED)
+def test_loading(case, capable):
+    """Stock checkpoints load."""
+    laws.loading(case, capable)
+
+
+@on(SETTLED + EAGER + NARROW)
+def test_returning(case, capable):
+    """Bitwise reverse."""
+    laws.returning(case, capable)
+
+
+@on([c for c in CASES if c.recipe == "auto"])
+def test_training(case, capable):
+    """Updates survive the reverse; bf16 is left out, for it is for inference and says so."""
+    laws.training(case, capable)
+
+
+@on(FIRST)
+def test_idempotence(case, capable):
+    """Once is enough, twice is refused."""
+    laws.idempotence(case, capable)
+
+
+@on(SETTLED)
+def test_independence(case, capable):
+    """Copies live alone."""
+    laws.independence(case, capable)
+
+
+@on(FIRST)
+def test_neighbours(case, capable):
+    """Nobody else notices."""
+    laws.neighbours(case, capable)
+
+
+@on(FIRST)
+def test_company(case, capable):
+    """Forward hooks see the stock model."""
+    laws.company(case, capable)
+
+
+@on(FIRST)
+def test_accelerate_hooks(case, capable):
+    """accelerate's hooks come and go in any order."""
+    laws.accelerate_hooks(case, capable)
+
+
+@on(SETTLED)
+def test_tying(case, capable):
+    """Ties hold."""
+    laws.tying(case, capable)
+
+
+@on(GRAPHS)
+def test_graph(case, capable):
+    """No more graphs than stock."""
+    laws.graph(case, capable)
