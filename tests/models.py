@@ -41,6 +41,11 @@ class Case:
         """Whether it is a module without a config."""
         return self.architecture.model_type == PLAIN
 
+    def can(self, head: str) -> bool:
+        """Whether transformers has such a head for the architecture."""
+        mapping = getattr(transformers, head)._model_mapping
+        return not self.is_plain and type(self.architecture.tiny()) in mapping
+
     def build(self, *, seed: int = 0, **changes: Any) -> nn.Module:
         """A model of its own, with a config of its own; ``changes`` go into the config."""
         if changes:
@@ -165,6 +170,10 @@ def calls(model: nn.Module) -> Iterator[Call]:
     if not hasattr(model, "config"):
         yield from _plain_calls()
         return
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        choices = {k: v[None] for k, v in batch(model).items()}
+        yield Call("choices", (), choices, None)
+        return
     for kind, mask in masks().items():
         yield Call(kind, (), batch(model, kind), mask)
     mask = masks()["right"]
@@ -172,7 +181,10 @@ def calls(model: nn.Module) -> Iterator[Call]:
     usual = batch(model)
     wild = {**usual, "input_ids": words(None, 0)}
     yield Call("words-under-the-mask", (), wild, mask)
-    yield Call("boolean-mask", (), {**usual, "attention_mask": mask.bool()}, mask)
+    square = mask.bool()[:, None, None].expand(3, 1, LENGTH, LENGTH)
+    others = {"boolean": mask.bool(), "float": mask.float(), "square": square, "row": mask[:1]}
+    for label, other in others.items():
+        yield Call(f"{label}-mask", (), {**usual, "attention_mask": other}, mask)
     known = inspect.signature(model.forward).parameters
     if list(known)[:2] == ["input_ids", "attention_mask"]:
         yield Call("positional", (usual["input_ids"], mask), {}, mask)
@@ -188,6 +200,7 @@ def _options(model: nn.Module, usual: dict[str, Tensor], mask: Tensor) -> dict[s
         embeds = model.get_input_embeddings()(ids).detach()
     labels = {
         "ForSequenceClassification": torch.tensor([0, 1, 1]),
+        "ForTokenClassification": ids.masked_fill(mask == 0, -100).clamp(max=1),
         "ForMaskedLM": ids.masked_fill(mask == 0, -100),
         "ForCausalLM": ids.masked_fill(mask == 0, -100),
     }
@@ -195,6 +208,7 @@ def _options(model: nn.Module, usual: dict[str, Tensor], mask: Tensor) -> dict[s
     backwards = torch.arange(LENGTH).flip(0)[None]
     options: dict[str, dict[str, Any]] = {
         "hidden-states": {"output_hidden_states": True},
+        "some-hidden-states": {"output_hidden_states": [0, -1]},
         "attentions": {"output_attentions": True},
         "embeds": {"input_ids": None, "inputs_embeds": embeds},
         "position-row": {"position_ids": backwards},

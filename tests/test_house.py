@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ EVERYTHING = sorted(
 # Lower may not import higher. Leaves are found by the registry and imported by nobody else.
 LAYERS = {
     "optimus.core.errors": 0,
+    "optimus.core.memory": 0,
     "optimus.core.paths": 0,
     "optimus.ops": 1,
     "optimus.core.surgery": 1,
@@ -172,6 +175,14 @@ def test_public_docstrings() -> None:
         if not ast.get_docstring(node) and node.name not in inherited
     ]
     assert bare == []
+
+
+def test_examples() -> None:
+    """The examples in docstrings run, and print what they say."""
+    shown = [_module(path) for path in SOURCES if ">>>" in path.read_text()]
+    results = [doctest.testmod(importlib.import_module(name)) for name in shown]
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0
 
 
 def _loaded_after_import() -> set[str]:

@@ -38,6 +38,19 @@ UNPADDED = [
     c for c in FIRST if any(r.name.endswith(".unpadded") for r in c.architecture.replacements)
 ]
 NARROW = [Case(c.architecture, c.head, c.attention, dtype=torch.bfloat16) for c in AUTO]
+# Heads that no file need name: whatever transformers builds on an encoder.
+MORE = [
+    Case(c.architecture, head)
+    for c in AUTO
+    for head in (
+        "AutoModelForTokenClassification",
+        "AutoModelForQuestionAnswering",
+        "AutoModelForMultipleChoice",
+        "AutoModelForPreTraining",
+        "AutoModelForNextSentencePrediction",
+    )
+    if c.attention == "default" and c.can(head) and head not in c.architecture.heads
+]
 # Tracing takes seconds, and the eager switch is one piece of code for all.
 EAGER = [case("bert", attention="eager"), case("gpt2", "AutoModelForCausalLM", attention="eager")]
 GRAPHS = [c for c in AUTO if c.attention == "default"] + EAGER
@@ -49,9 +62,16 @@ def test_silence(case, capable):
     laws.silence(case, capable)
 
 
-@on(CASES + NARROW)
+@on(CASES + NARROW + MORE)
 def test_equivalence(case, capable):
     """Same answers."""
+    laws.equivalence(case, capable)
+
+
+@on(UNPADDED)
+def test_equivalence_in_pieces(case, capable, monkeypatch):
+    """Same answers when the batch goes through the encoder in pieces of whole sequences."""
+    monkeypatch.setattr("optimus.replacements._encoder.MOST_TOKENS", 5)
     laws.equivalence(case, capable)
 
 

@@ -238,3 +238,33 @@ def test_an_interrupted_fold_is_undone() -> None:
     assert layer.weight is stock
     assert torch.equal(layer.weight, bits)
     assert "_packed" not in vars(layer)
+
+
+def test_export_is_refused_by_name(capable: Any) -> None:
+    """A graph that leaves this machine cannot hold this machine's layout."""
+    model = _transformed(_linear(), capable, 257)
+    with pytest.raises(Exception, match="cannot be exported"):
+        torch.export.export(model, (torch.randn(2, 257),))
+
+
+def test_inductor(capable: Any) -> None:
+    """Compiled for real, whole, and right, also after the weight was lent."""
+    model, x = _linear(), torch.randn(2, 257)
+    with torch.no_grad():
+        stock = model(x)
+        _transformed(model, capable, 257)
+        compiled = torch.compile(model, fullgraph=True)
+        torch.testing.assert_close(compiled(x), stock)
+        held = model[0].weight
+        torch.testing.assert_close(compiled(x), stock)
+        assert held is model[0].weight
+
+
+def test_prefix_by_position(capable: Any) -> None:
+    """torch's old way to call ``state_dict`` gets the stock values too."""
+    model = _linear()
+    stock = model[0].weight.detach().clone()
+    layer = _transformed(model, capable, 257)[0]
+    with pytest.warns(FutureWarning, match="Positional args"):
+        state = layer.state_dict({}, "head.")
+    assert torch.equal(state["head.weight"], stock)

@@ -33,7 +33,9 @@ class Canonical:
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``, in the stock layout."""
-        state = super().state_dict(*args, prefix=prefix, **kwargs)  # type: ignore[misc]
+        # torch still takes destination and prefix by position, with a warning.
+        prefix = prefix or (args[1] if len(args) > 1 else "")
+        state = super().state_dict(*args[:1], prefix=prefix, **kwargs)  # type: ignore[misc]
         for bridge in self.bridges:
             bridge.save(self, state, prefix)  # type: ignore[arg-type]
         return state

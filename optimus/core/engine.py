@@ -67,16 +67,17 @@ def transform(
     _demand_weights(root)
     check = check and bool(made.claims or made.passes)
     before = _reference(root, made, sample) if check else "not verified: check=False"
+    if check and isinstance(before, str):
+        warnings.warn(f"{before}. Give a sample to have the answers compared.", stacklevel=2)
     try:
         _apply(root, made, registry)
-        verification = before if isinstance(before, str) else _settle(root, before)
+        journal: Journal = vars(root)[JOURNAL]
+        journal.verification = before if isinstance(before, str) else _settle(root, before)
     except BaseException:
         if is_transformed(root):
             reverse(root)
         raise
-    _commit(root, verification)
-    if check and isinstance(before, str):
-        warnings.warn(f"{before}. Give a sample to have the answers compared.", stacklevel=2)
+    _commit(journal)
     return model
 
 
@@ -92,29 +93,29 @@ def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> 
             return model
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     _apply(root, made, registry)
-    _commit(root, "not verified: apply() does not run the model")
+    _commit(vars(root)[JOURNAL])
     return model
 
 
 def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
     _demand_weights(root)
     _demand_fit(root, made)
-    journal = Journal(made, [], "")
     known = registry or Registry.installed()
+    surgeon = Surgeon(root)
+    journal = Journal(made, surgeon.edits, "not verified: apply() does not run the model")
     try:
-        with Surgeon(root) as surgeon:
+        with surgeon:
             _operate(root, made, known, surgeon)
-            journal.edits = surgeon.edits
             vars(root)[JOURNAL] = journal
     except BaseException:
+        # Again, for an interrupt that came when the surgeon was already content.
+        undo(root, surgeon.edits)
         vars(root).pop(JOURNAL, None)
         raise
 
 
-def _commit(root: nn.Module, verification: str) -> None:
+def _commit(journal: Journal) -> None:
     """The point of no return for ``keep="none"``: the originals are let go."""
-    journal: Journal = vars(root)[JOURNAL]
-    journal.verification = verification
     if journal.plan.recipe.keep == "none":
         for edit in journal.edits:
             if isinstance(edit.before, Original):
@@ -132,8 +133,8 @@ def reverse(model: nn.Module) -> nn.Module:
         raise PlanError("the model is not transformed: there is nothing to reverse.")
     journal: Journal = vars(root)[JOURNAL]
     _demand_own_classes(root, journal.edits)
-    edits = [_fetched(edit) for edit in journal.edits]
-    undo(root, edits)
+    _fetch(journal.edits)
+    undo(root, journal.edits)
     del vars(root)[JOURNAL]
     return model
 
@@ -162,11 +163,11 @@ def _operate(root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon) -> 
         surgeon.reclass(module, reclassed(mixin, type(module)))
 
 
-def _fetched(edit: Edit) -> Edit:
-    """The edit with its original read back, so that nothing is cut before all are at hand."""
-    if not isinstance(edit.before, Original):
-        return edit
-    return replace(edit, before=edit.before.fetch())
+def _fetch(edits: list[Edit]) -> None:
+    """Have every original at hand before anything is cut."""
+    for edit in edits:
+        if isinstance(edit.before, Original):
+            edit.before.value = edit.before.fetch()
 
 
 def _reference(root: nn.Module, made: Plan, sample: Mapping[str, Tensor] | None) -> Reference | str:
@@ -214,7 +215,8 @@ def _same_again(
     if (wanted, found, Mode.parse(mode)) != (done.recipe, done.context.backend, done.context.mode):
         raise PlanError(
             f"the model is already transformed ({describe(root)}) and {wanted.name!r}, "
-            f"{found.name}, {Mode.parse(mode).value} was asked for. Reverse it first."
+            f"{found.name}, {Mode.parse(mode).value}, keep {wanted.keep} was asked for. "
+            "Reverse it first."
         )
 
 

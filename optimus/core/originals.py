@@ -11,6 +11,7 @@ import copy
 import hashlib
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ class Original:
     file: Path | None = None
     digest: str = ""
     twin: Placeholder | None = None
-    folder: Any = None
+    folder: _Folder | None = None
 
     @property
     def lost(self) -> bool:
@@ -52,6 +53,21 @@ class Original:
                 "from its checkpoint, or transform with keep='host', 'disk' or 'source'."
             )
         return like(self.twin, self._read(self.file).to(self.twin.device))
+
+    def merge(self, current: Tensor) -> nn.Parameter:
+        """The original, with what was written into ``current``, the value in use, meanwhile.
+
+        An element that is no longer the original's cast was written by somebody, and survives.
+        """
+        original = self.fetch()
+        narrow = original.detach().to(current.dtype)
+        same = _bits(narrow) == _bits(current.detach())
+        if bool(same.all()):
+            return original
+        merged = torch.where(same, original.detach(), current.detach().to(original.dtype))
+        # Kept, so that two slots that share this original go on sharing one object.
+        self.value = like(original, merged)
+        return self.value
 
     def update(self, value: Tensor) -> None:
         """A new original, as a checkpoint loaded into the transformed model brings it."""
@@ -93,6 +109,14 @@ def on_host(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
     return _shared((names, Original(names[0], value)) for names, value in _tied(parameters))
 
 
+class _Folder:
+    """A temporary folder that goes with the last original in it, and without a warning."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="optimus-originals-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
 def on_disk(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Original]:
     """``keep="disk"``: one file in a temporary folder that lives as long as the originals.
 
@@ -102,12 +126,12 @@ def on_disk(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
 
     groups = list(_tied(parameters))
     tensors = {names[0]: value.detach().contiguous() for names, value in groups}
-    folder = tempfile.TemporaryDirectory(prefix="optimus-originals-")
+    folder = _Folder()
     needed = sum(t.numel() * t.element_size() for t in tensors.values())
-    free = shutil.disk_usage(folder.name).free
+    free = shutil.disk_usage(folder.path).free
     if needed > free:
-        raise OSError(f"keep='disk' needs {needed:,} bytes in {folder.name}, which has {free:,}.")
-    file = Path(folder.name) / "originals.safetensors"
+        raise OSError(f"keep='disk' needs {needed:,} bytes in {folder.path}, which has {free:,}.")
+    file = folder.path / "originals.safetensors"
     save_file(tensors, file)
     return _shared(
         (names, Original(names[0], None, file, digest(value), placeholder(value), folder))
@@ -171,6 +195,11 @@ def _tied(parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[tuple[str, .
 
 def _shared(groups: Iterable[tuple[tuple[str, ...], Original]]) -> dict[str, Original]:
     return {name: original for names, original in groups for name in names}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """NaN equals itself here, and zero does not equal minus zero."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def digest(tensor: Tensor) -> str:

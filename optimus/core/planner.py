@@ -184,9 +184,10 @@ def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None 
 
 
 def describe(root: nn.Module) -> str:
-    """The recipe, backend and mode of a transformed model, in a few words."""
+    """The recipe, backend, mode and keep of a transformed model, in a few words."""
     done: Plan = vars(root)[JOURNAL].plan
-    return f"recipe {done.recipe.name}, {done.context.backend.name}, {done.context.mode.value}"
+    backend, mode = done.context.backend.name, done.context.mode.value
+    return f"recipe {done.recipe.name}, {backend}, {mode}, keep {done.recipe.keep}"
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-LENGTH = 8
-LENGTHS = (8, 5)
+LENGTH = 6
+SHORTER = 4
 
 Sample = Mapping[str, Tensor]
 
@@ -22,14 +23,23 @@ def describe_probe(model: nn.Module) -> str:
     why = _obstacle(model)
     if why:
         return f"not verified: no probe batch can be built ({why}) and no sample was given"
-    return f"probe batches of {len(LENGTHS)} ragged rows, padded right and padded left"
+    return "a probe batch of ragged rows, padded right and padded left"
 
 
 def probe(model: nn.Module) -> tuple[Sample, ...]:
-    """Two batches ``[2, 8]``, padded right and left; none where ``describe_probe`` says so."""
+    """Ragged ids ``[rows, 6]``; none where ``describe_probe`` says so.
+
+    One batch for what generates. Two for encoders, whose route may depend on the side of the
+    padding: a batch that mixes both would only ever take one.
+    """
     if _obstacle(model):
         return ()
-    return tuple(_batch(model, left=left) for left in (False, True))
+    full, right = (1,) * LENGTH, (1,) * SHORTER + (0,) * (LENGTH - SHORTER)
+    left = right[::-1]
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and can_generate():
+        return (_batch(model, (full, right, left)),)
+    return _batch(model, (full, right)), _batch(model, (full, left))
 
 
 def _obstacle(model: nn.Module) -> str:
@@ -46,20 +56,17 @@ def _obstacle(model: nn.Module) -> str:
     return ""
 
 
-def _batch(model: nn.Module, *, left: bool) -> Sample:
-    config = model.config
-    device = next(model.parameters()).device
+def _batch(model: nn.Module, rows: tuple[tuple[int, ...], ...]) -> Sample:
+    config: Any = model.config
     generator = torch.Generator().manual_seed(0)
-    vocabulary: int = config.vocab_size  # type: ignore[assignment,union-attr]
+    mask = torch.tensor(rows)
+    ids = torch.randint(config.vocab_size, mask.shape, generator=generator)
     pad = getattr(config, "pad_token_id", None)
-    lengths = torch.tensor(LENGTHS)
-    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    ids = torch.randint(vocabulary, (len(LENGTHS), LENGTH), generator=generator)
-    ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if pad is not None else ids
+    if pad is not None:
+        ids = torch.where(ids == pad, (ids + 1) % config.vocab_size, ids)
     ids = ids.masked_fill(mask == 0, pad or 0)
-    if left:
-        mask, ids = mask.flip(1), ids.flip(1)
+    device = next(model.parameters()).device
     batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
     if getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = batch["input_ids"][:, :4]
+        batch["decoder_input_ids"] = batch["input_ids"][:, :SHORTER]
     return batch

@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from types import MethodType, TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self, cast, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from optimus.core.errors import SurgeryError
+from optimus.core.memory import release
 from optimus.core.paths import paths_of
 
 
@@ -49,8 +50,8 @@ class Layout(Protocol):
 class Kept(Protocol):
     """An original that waits elsewhere (``originals``)."""
 
-    def fetch(self) -> nn.Parameter:
-        """The original, or ``IrreversibleError``."""
+    def merge(self, current: Tensor) -> nn.Parameter:
+        """The original, with what was written into the value in use meanwhile."""
 
 
 def set_class(module: nn.Module, new: type[nn.Module]) -> None:
@@ -105,13 +106,18 @@ class Edit:
                 self._expect(type(module) is self.before, module)
                 set_class(module, self.after)  # type: ignore[arg-type]
             case Slot.PARAMETER:
-                value = self.after.fetch() if isinstance(self.after, Kept) else self.after
-                module._parameters[self.key] = value  # type: ignore[assignment]
+                module._parameters[self.key] = self._parameter(module)
             case Slot.ATTRIBUTE:
                 _set_entry(vars(module), self.key, self.after)
             case Slot.LAYOUT:
                 folded: Layout = self.before if self.after is MISSING else self.after  # type: ignore[assignment]
                 (folded.unfold if self.after is MISSING else folded.fold)(module)
+                release()
+
+    def _parameter(self, module: nn.Module) -> nn.Parameter:
+        if not isinstance(self.after, Kept):
+            return cast(nn.Parameter, self.after)
+        return self.after.merge(cast(nn.Parameter, module._parameters[self.key]))
 
     def _expect(self, holds: bool, module: nn.Module) -> None:
         if not holds:

@@ -69,6 +69,14 @@ def _held(owner: nn.Module, key: str) -> nn.Parameter:
     return cast(nn.Parameter, owner._parameters[key])
 
 
+def _unfit_parameter(model: nn.Module) -> Refusal | None:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            kind = type(parameter).__name__
+            return Refusal(f"{name} is a {kind}; cast before the model is sharded or quantized")
+    return None
+
+
 def _castable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for path, module in model.named_modules():
@@ -90,7 +98,7 @@ class WithOriginals(Canonical):
         state = super().state_dict(*args, prefix=prefix, **kwargs)
         for name, original in self._optimus_originals.items():
             if not original.lost:
-                state[prefix + name] = original.fetch().detach()
+                state[prefix + name] = original.merge(state[prefix + name]).detach()
         return state
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

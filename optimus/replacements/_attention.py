@@ -38,13 +38,15 @@ def fused_attention(
     """In place of eager. ``[batch, heads, length, dim]`` in, ``[batch, length, heads, dim]`` out.
 
     The stock function answers where weights, dropout, a soft cap or sinks are asked for, which
-    the fused kernels would drop without a word.
+    the fused kernels would drop without a word, and where the caller's own mask is boolean: eager
+    adds what SDPA takes as a choice.
     """
     if "sequences" in kwargs:
         return unpadded_attention(module, query, key, value, mask, **kwargs)
     if (
         kwargs.get("dropout")
         or _weights_wanted(kwargs)
+        or (mask is not None and not mask.is_floating_point())
         or any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
     ):
         return cast(Any, _eager_of(module))(module, query, key, value, mask, **kwargs)

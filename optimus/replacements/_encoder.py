@@ -136,10 +136,14 @@ class Unpadded(Mixin):
             return ragged.unpack(torch.cat(list(tensors), dim=1))
 
         output = pieces[0]
+        last = output["last_hidden_state"]
         output["last_hidden_state"] = hidden = join(p["last_hidden_state"] for p in pieces)
         if output.get("hidden_states") is not None:
-            inner = zip(*(p["hidden_states"][:-1] for p in pieces), strict=True)
-            output["hidden_states"] = (*map(join, inner), hidden)
+            # One that was not selected is None; the last is the output itself, unless untied.
+            output["hidden_states"] = tuple(
+                None if states[0] is None else hidden if states[0] is last else join(states)
+                for states in zip(*(p["hidden_states"] for p in pieces), strict=True)
+            )
         if output.get("pooler_output") is not None:
             output["pooler_output"] = self._pool(hidden)
         return output

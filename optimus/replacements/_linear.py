@@ -128,6 +128,11 @@ class Packed(Mixin):
 
     def _traced(self, input: Tensor) -> Tensor:
         packed: PackedWeight | None = self._packed
+        if torch.compiler.is_exporting():
+            raise SurgeryError(
+                "a packed linear layer cannot be exported: its layout is this machine's own. "
+                "Call optimus.reverse(model) first, or export from the stock model."
+            )
         if packed is None or input.dtype is not packed.dtype:
             return super().forward(input)  # type: ignore[misc, no-any-return]
         return packed_linear(input, packed.handle, self.bias, packed.out_features)
@@ -144,6 +149,7 @@ class Packed(Mixin):
             or input.shape[-1] != packed.in_features
             or input.numel() == 0
             or torch.is_autocast_enabled("cpu")
+            or torch.jit.is_tracing()
         ):
             return None
         return packed
