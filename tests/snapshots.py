@@ -17,6 +17,7 @@ class Bits:
     """The bytes of a tensor, to be compared with those of another."""
 
     def __init__(self, tensor: Tensor) -> None:
+        tensor = torch.empty(0) if tensor.is_meta else tensor
         self.raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
 
     def __eq__(self, other: object) -> bool:
@@ -90,7 +91,7 @@ def distance(mine: Any, stock: Any, mask: Tensor | None) -> float:
 def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
     if mine.shape != stock.shape:
         return float("inf")
-    a, b = _defined(mine, mask).double(), _defined(stock, mask).double()
+    a, b = (_defined(t.detach(), mask).double() for t in (mine, stock))
     finite = torch.isfinite(b)
     if not torch.equal(finite, torch.isfinite(a)):
         return float("inf")

@@ -99,9 +99,9 @@ def test_returning(case, capable):
     laws.returning(case, capable)
 
 
-@on([c for c in CASES if c.recipe == "auto"])
+@on(CASES)
 def test_training(case, capable):
-    """Updates survive the reverse; bf16 is left out, for it is for inference and says so."""
+    """Updates survive the reverse."""
     laws.training(case, capable)
 
 
@@ -129,7 +129,7 @@ def test_company(case, capable):
     laws.company(case, capable)
 
 
-@on(FIRST)
+@on(AUTO)
 def test_accelerate_hooks(case, capable):
     """accelerate's hooks come and go in any order."""
     laws.accelerate_hooks(case, capable)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import optimus
 from optimus.core.errors import (
     IrreversibleError,
+    NothingToDoError,
     PlanError,
     Refusal,
-    SurgeryError,
     VerificationError,
 )
 from optimus.core.registry import Registry
@@ -60,6 +60,7 @@ def interrupt_at(count: int, error: type[BaseException]) -> Iterator[list[int]]:
 
 
 NEVER = 10**9
+REGISTERED = Registry.installed().architectures
 
 
 @pytest.mark.parametrize("recipe", ["auto", "bf16"])
@@ -189,9 +190,7 @@ def test_error_inside_transformed(capable):
 
 
 @pytest.mark.parametrize("recipe", ["auto", "bf16"])
-@pytest.mark.parametrize(
-    "registered", Registry.installed().architectures, ids=lambda a: a.model_type
-)
+@pytest.mark.parametrize("registered", REGISTERED, ids=lambda a: a.model_type)
 def test_plan_round_trip(registered, recipe, capable):
     """A plan survives JSON, and carries out what it says."""
     one = Case(registered, registered.heads[0])
@@ -208,6 +207,15 @@ def test_plan_round_trip(registered, recipe, capable):
     # The root's name also tells of the originals that a lossy recipe keeps.
     claims = {claim.path: claim.after for claim in made.claims if claim.path}
     assert {p: m._get_name() for p, m in model.named_modules() if p in claims} == claims
+
+
+@pytest.mark.parametrize("registered", REGISTERED, ids=lambda a: a.model_type)
+def test_plan_without_weights(registered, capable):
+    """A plan made from a config alone is the plan of the real model."""
+    one = Case(registered, registered.heads[0])
+    model = one.build()
+    made = optimus.plan(model, backend=capable)
+    assert optimus.plan(model.to("meta"), backend=capable) == made
 
 
 class Saved(NamedTuple):
@@ -291,14 +299,29 @@ def test_sharded(capable):
     fully_shard(model, mesh=mesh)
     made = optimus.plan(model, backend=capable)
     assert [claim.replacement for claim in made.claims] == ["bert.encoder.unpadded"]
-    assert {why.reason for _, name, why in made.refusals if name == "any.linear.packed"} == {
-        "weight is a DTensor"
-    }
     optimus.transform(model, backend=capable)
     assert isinstance(model, FSDPModule)
     mask = batch(stock)["attention_mask"]
     with torch.no_grad():
         assert distance(model(**batch(model)), stock(**batch(stock)), mask) < 1e-5
     optimus.reverse(model)
-    with pytest.raises((SurgeryError, PlanError), match="shard"):
+    # A forward leaves the root's weights gathered: they look like any others, and are not.
+    made = optimus.plan(model, backend=capable)
+    assert [claim.replacement for claim in made.claims] == ["bert.encoder.unpadded"]
+    with pytest.raises(NothingToDoError, match="the model is sharded; cast it first"):
+        optimus.transform(model, "bf16", backend=capable)
+
+
+@pytest.mark.usefixtures("world")
+def test_sharded_tensors(capable):
+    """Tensor parallelism shards without a wrapper: the parameter itself tells."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, mesh = case(PLAIN).build(), init_device_mesh("cpu", (1,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    made = optimus.plan(model, backend=capable)
+    assert [claim.path for claim in made.claims] == ["2"]
+    assert {path: why.reason for path, _, why in made.refusals}["0"] == "weight is a DTensor"
+    with pytest.raises(NothingToDoError, match=r"0.weight is a DTensor; cast before"):
         optimus.transform(model, "bf16", backend=capable)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from optimus.core.errors import SurgeryError
+
 
 class Bridge(Protocol):
     """Between a module's own storage and the checkpoint that everyone else reads."""
@@ -57,6 +59,18 @@ class Placeholder(nn.Parameter):
     ``model.device`` and parameter counts stay right, and so that whoever computes with it by
     mistake gets NaN and not a plausible number.
     """
+
+    @property
+    def data(self) -> Tensor:
+        """NaN, as everything that is read here."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise SurgeryError(
+            "this parameter stands for a weight that is kept in another layout, and a value given "
+            "to it would be lost. Set module.weight or use load_state_dict, or reverse first."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         twin: Placeholder = memo.setdefault(id(self), placeholder(self))

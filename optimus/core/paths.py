@@ -37,6 +37,12 @@ def ties(model: nn.Module) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(names) for names in groups.values() if len(names) > 1)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP keeps books on the parameters below; by name, to import nothing for it."""
+    names = {c.__name__ for c in type(module).__mro__}
+    return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile(model)`` or ``DistributedDataParallel``; else itself."""
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):

@@ -22,7 +22,7 @@ from optimus.core.errors import (
     SurgeryError,
 )
 from optimus.core.originals import KEEPS, Keep
-from optimus.core.paths import Site, sites, unwrap
+from optimus.core.paths import Site, is_sharded, sites, unwrap
 from optimus.core.probe import describe_probe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity, Pass, Replacement
@@ -102,7 +102,10 @@ class Plan:
         rows += [("leave", str(n), name, "", why) for (name, why), n in refused.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         head = f"recipe {self.recipe.name} on {backend}, {dtype}, {self.context.mode.value}"
-        return "\n".join([head, f"check: {self.verification}", *_aligned(rows, widths)])
+        lines = [head, f"check: {self.verification}"]
+        if self.fidelity is Fidelity.LOSSY and self.recipe.keep == "none":
+            lines.append("irreversible: the originals are not kept")
+        return "\n".join([*lines, *_aligned(rows, widths)])
 
 
 def _aligned(rows: list[tuple[str, str, str, str, str]], widths: list[int]) -> Iterator[str]:
@@ -216,6 +219,7 @@ class _Planner:
         self.model, self.recipe, self.registry = model, recipe, registry
         self.sites = [s for s in sites(model) if not self._skipped(s.path)]
         self.ties = _owners(model)
+        self.sharded = [path for path, m in model.named_modules() if is_sharded(m)]
         self.claims: dict[str, Claim] = {}
         self.refusals: list[tuple[str, str, Refusal]] = []
         self.passes: list[str] = []
@@ -238,9 +242,11 @@ class _Planner:
         )
 
     def _tied(self, site: Site, rule: Replacement) -> Refusal | None:
-        """A new layout for one of two owners would untie them."""
+        """A new layout for one of two owners would untie them; FSDP is an owner, too."""
         if not rule.mixin.bridges:
             return None
+        if any(f"{site.path}.".startswith(f"{path}.".lstrip(".")) for path in self.sharded):
+            return Refusal("its weights are sharded; transform first, then shard")
         others = (self.ties.get(id(p), {}) for p in site.module.parameters(recurse=False))
         named = (name for owners in others for owner, name in owners.items() if owner != site.path)
         return next((Refusal(f"tied to {name}") for name in named), None)

@@ -180,11 +180,24 @@ def _run(
     handles = [module.register_forward_hook(watch(path)) for path, module in watched]
     try:
         with _evaluating(model):
-            output = model(**sample)
+            output = model(**_fitting(model, sample))
     finally:
         for handle in handles:
             handle.remove()
     return dict(_tensors(output, "")), seen
+
+
+def _fitting(model: nn.Module, sample: Sample) -> Sample:
+    """Real-valued inputs in the dtype that a lossy plan computes in, as its caller would give."""
+    journal = vars(model).get(JOURNAL)
+    if journal is None or journal.plan.fidelity is not Fidelity.LOSSY:
+        return sample
+    dtype: torch.dtype = journal.plan.context.dtype
+    return {key: _cast(value, dtype) for key, value in sample.items()}
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from optimus.core.backend import CPUS, Context, Mode
 from optimus.core.canonical import Canonical, like
 from optimus.core.errors import IrreversibleError, Refusal
 from optimus.core.originals import Keeper, Original
+from optimus.core.paths import is_sharded
 from optimus.core.replacement import Fidelity, reclassed
 from optimus.core.surgery import Surgeon
 
@@ -45,7 +46,7 @@ class Bfloat16:
         if context.dtype is not torch.float32:
             found = str(context.dtype).removeprefix("torch.")
             return Refusal(f"the model is {found}, and only fp32 is cast to bf16")
-        return None
+        return _unfit_parameter(model)
 
     def settles(self, context: Context) -> Context:
         """Later stages find a bf16 model."""
@@ -70,10 +71,16 @@ def _held(owner: nn.Module, key: str) -> nn.Parameter:
 
 
 def _unfit_parameter(model: nn.Module) -> Refusal | None:
-    for name, parameter in model.named_parameters():
+    if any(is_sharded(module) for module in model.modules()):
+        return Refusal("the model is sharded; cast it first, then shard")
+    parameters = list(model.named_parameters())
+    everything_is_meta = all(parameter.is_meta for _, parameter in parameters)
+    for name, parameter in parameters:
         if type(parameter) is not nn.Parameter:
             kind = type(parameter).__name__
             return Refusal(f"{name} is a {kind}; cast before the model is sharded or quantized")
+        if parameter.is_meta and not everything_is_meta:
+            return Refusal(f"{name} is offloaded; cast the model before it is dispatched")
     return None
 
 
@@ -96,9 +103,14 @@ class WithOriginals(Canonical):
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The stock values, where they are kept; else the values in use."""
         state = super().state_dict(*args, prefix=prefix, **kwargs)
+        read: dict[int, Tensor] = {}
         for name, original in self._optimus_originals.items():
-            if not original.lost:
-                state[prefix + name] = original.merge(state[prefix + name]).detach()
+            if original.lost:
+                continue
+            # Names that are tied get one tensor: savers tell a tie by its storage.
+            if id(original) not in read:
+                read[id(original)] = original.merge(state[prefix + name]).detach()
+            state[prefix + name] = read[id(original)]
         return state
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

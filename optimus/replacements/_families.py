@@ -27,4 +27,5 @@ def fused(family: str, model: str) -> Replacement:
         name=f"{family}.attention.fused",
         targets=(MODELING.format(family, model),),
         mixin=FusedAttention,
+        backends=CPUS,
     )

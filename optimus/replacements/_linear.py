@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,10 @@ SMALLEST = 65_536
 # A weight that is read this often between calls is read by the model itself: packing it again
 # each time would cost more than it saves.
 PATIENCE = 4
+# Others (nested, sharded, fake) have products of their own.
+PLAIN = (Tensor, nn.Parameter)
+# Table and packed form change together: a thread must not find one without the other.
+LOCK = threading.RLock()
 
 
 class Packing:
@@ -31,13 +36,15 @@ class Packing:
 
     def fold(self, module: nn.Module) -> None:
         """Pack the weight; one that oneDNN cannot take (moved, recast) stays dense."""
-        weight = cast(nn.Parameter, module._parameters["weight"])
-        if isinstance(weight, Placeholder) or not packable(weight):
-            return
-        instance = vars(module)
-        instance.setdefault("_lent", 0)
-        instance["_packed"] = PackedWeight(weight.t() if self.transposed else weight)
-        module._parameters["weight"] = placeholder(weight)
+        with LOCK:
+            weight = cast(nn.Parameter, module._parameters["weight"])
+            instance = vars(module)
+            instance.setdefault("_lent", 0)
+            instance.setdefault("_packed", None)
+            if isinstance(weight, Placeholder) or not packable(weight):
+                return
+            instance["_packed"] = PackedWeight(weight.t() if self.transposed else weight)
+            module._parameters["weight"] = placeholder(weight)
 
     def unfold(self, module: nn.Module) -> None:
         """The dense weight back in the table, bit for bit."""
@@ -48,20 +55,27 @@ class Packing:
     def lend(self, module: nn.Module) -> nn.Parameter:
         """The weight as a dense parameter, in the table; the packed form is dropped."""
         weight = cast(nn.Parameter, module._parameters["weight"])
-        if isinstance(weight, Placeholder):
-            weight = module._parameters["weight"] = like(weight, self.dense(module))
-            vars(module)["_packed"] = None
-        return weight
+        if not isinstance(weight, Placeholder):
+            return weight
+        with LOCK:
+            weight = cast(nn.Parameter, module._parameters["weight"])
+            if isinstance(weight, Placeholder):
+                weight = module._parameters["weight"] = like(weight, self.dense(module))
+                vars(module)["_packed"] = None
+            return weight
 
     def dense(self, module: nn.Module) -> Tensor:
         """A new stock tensor; the module stays packed."""
-        dense = cast(PackedWeight, vars(module)["_packed"]).dense()
-        return dense.t().contiguous() if self.transposed else dense
+        # A weight that came to be in inference mode could never be trained.
+        with torch.inference_mode(mode=False):
+            dense = cast(PackedWeight, vars(module)["_packed"]).dense()
+            return dense.t().contiguous() if self.transposed else dense
 
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
         """The stock weight under its stock key."""
-        if isinstance(module._parameters["weight"], Placeholder):
-            state[prefix + "weight"] = self.dense(module)
+        with LOCK:
+            if isinstance(module._parameters["weight"], Placeholder):
+                state[prefix + "weight"] = self.dense(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packing:
         return self
@@ -103,7 +117,9 @@ class Packed(Mixin):
         if type(weight) is not nn.Parameter:
             kind = "missing" if weight is None else f"a {type(weight).__name__}"
             return Refusal(f"weight is {kind}")
-        return _unfit_weight(weight, context) or _unfit_hardware(weight, context)
+        if weight.is_meta and "_hf_hook" in vars(site.module):
+            return Refusal("weight is offloaded: accelerate brings it in for each call")
+        return _unfit_weight(weight) or _unfit_hardware(weight, context)
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -133,7 +149,7 @@ class Packed(Mixin):
                 "a packed linear layer cannot be exported: its layout is this machine's own. "
                 "Call optimus.reverse(model) first, or export from the stock model."
             )
-        if packed is None or input.dtype is not packed.dtype:
+        if packed is None or input.dtype is not packed.dtype or self._is_lent_another():
             return super().forward(input)  # type: ignore[misc, no-any-return]
         return packed_linear(input, packed.handle, self.bias, packed.out_features)
 
@@ -144,6 +160,8 @@ class Packed(Mixin):
             packed = self._repack()
         if (
             packed is None
+            or self._is_lent_another()
+            or type(input) not in PLAIN
             or input.dtype is not packed.dtype
             or input.device.type != "cpu"
             or input.shape[-1] != packed.in_features
@@ -153,6 +171,10 @@ class Packed(Mixin):
         ):
             return None
         return packed
+
+    def _is_lent_another(self) -> bool:
+        """Whether somebody put a weight of his own into the table (``functional_call``)."""
+        return type(self._parameters["weight"]) is not Placeholder
 
     def _repack(self) -> PackedWeight | None:
         weight = self._parameters["weight"]
@@ -192,9 +214,7 @@ def _differentiable(input: Tensor, bias: Tensor | None) -> bool:
     return input.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _unfit_weight(weight: nn.Parameter, context: Context) -> Refusal | None:
-    if weight.is_meta:
-        return None if context.backend.features else Refusal("weight is on meta")
+def _unfit_weight(weight: nn.Parameter) -> Refusal | None:
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return Refusal(f"weight is {str(weight.dtype).removeprefix('torch.')}")
     if weight.ndim != 2:
