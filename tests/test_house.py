@@ -72,7 +72,9 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 def _public(tree: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef]:
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-            yield node
+            # A setter is documented where its property is.
+            if not any(ast.unparse(d).endswith(".setter") for d in node.decorator_list):
+                yield node
             if isinstance(node, ast.ClassDef):
                 yield from _public(node)
 
