@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from optimus.core.backend import CPUS, Mode
 from optimus.core.replacement import Mixin, Replacement
 from optimus.replacements._attention import FusedAttention
 from optimus.replacements._encoder import Unpadded
+
+# The sizes of a model that the laws build in a second: two layers, wide enough to pack.
+ENCODER: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+DECODER: dict[str, Any] = {**ENCODER, "num_key_value_heads": 2, "pad_token_id": 0}
 
 MODELING = "transformers.models.{0}.modeling_{0}:{1}"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from optimus.core.replacement import Architecture
 from optimus.replacements._encoder import Unpadded as UnpaddedEncoder
-from optimus.replacements._families import fused, unpadded
+from optimus.replacements._families import ENCODER, fused, unpadded
 
 
 class Unpadded(UnpaddedEncoder):
@@ -23,15 +23,7 @@ def tiny() -> Any:
     """One layer used twice, wide enough to pack."""
     from transformers import AlbertConfig
 
-    return AlbertConfig(
-        vocab_size=99,
-        embedding_size=128,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    return AlbertConfig(**ENCODER, embedding_size=128)
 
 
 ARCHITECTURE = Architecture(

@@ -6,7 +6,7 @@ from typing import Any
 
 from optimus.core.replacement import Architecture
 from optimus.replacements._encoder import Unpadded as UnpaddedEncoder
-from optimus.replacements._families import fused, unpadded
+from optimus.replacements._families import ENCODER, fused, unpadded
 
 
 class Unpadded(UnpaddedEncoder):
@@ -21,12 +21,7 @@ def tiny() -> Any:
     from transformers import ModernBertConfig
 
     return ModernBertConfig(
-        vocab_size=99,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
+        **ENCODER,
         local_attention=4,
         global_attn_every_n_layers=2,
         pad_token_id=0,
