@@ -43,6 +43,12 @@ def is_sharded(module: nn.Module) -> bool:
     return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
 
 
+def generates(model: nn.Module) -> bool:
+    """Whether transformers' ``generate`` works on the model."""
+    can_generate = getattr(model, "can_generate", None)
+    return bool(can_generate()) if callable(can_generate) else False
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside ``torch.compile(model)`` or ``DistributedDataParallel``; else itself."""
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):

@@ -22,7 +22,7 @@ from optimus.core.errors import (
     SurgeryError,
 )
 from optimus.core.originals import KEEPS, Keep
-from optimus.core.paths import Site, is_sharded, sites, unwrap
+from optimus.core.paths import Site, generates, is_sharded, sites, unwrap
 from optimus.core.probe import describe_probe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity, Pass, Replacement
@@ -165,7 +165,7 @@ def plan(
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     found = resolve(backend, root)
     chosen = resolve_recipe(recipe, found, keep=keep)
-    context = Context(found, Mode.parse(mode), _dtype(root), _decodes(root))
+    context = Context(found, Mode.parse(mode), _dtype(root), generates(root))
     return _Planner(root, chosen, registry or Registry.installed()).run(context)
 
 
@@ -196,11 +196,6 @@ def describe(root: nn.Module) -> str:
 def _dtype(model: nn.Module) -> torch.dtype:
     floats = Counter(t.dtype for t in model.parameters() if t.is_floating_point())
     return floats.most_common(1)[0][0] if floats else torch.get_default_dtype()
-
-
-def _decodes(model: nn.Module) -> bool:
-    can_generate = getattr(model, "can_generate", None)
-    return bool(can_generate()) if callable(can_generate) else False
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:

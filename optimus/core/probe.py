@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimus.core.paths import generates
+
 LENGTH = 6
 SHORTER = 4
 
@@ -36,8 +38,7 @@ def probe(model: nn.Module) -> tuple[Sample, ...]:
         return ()
     full, right = (1,) * LENGTH, (1,) * SHORTER + (0,) * (LENGTH - SHORTER)
     left = right[::-1]
-    can_generate = getattr(model, "can_generate", None)
-    if callable(can_generate) and can_generate():
+    if generates(model):
         return (_batch(model, (full, right, left)),)
     return _batch(model, (full, right)), _batch(model, (full, left))
 
