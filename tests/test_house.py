@@ -32,6 +32,7 @@ LAYERS = {
     "optimus.core.surgery": 1,
     "optimus.core.canonical": 1,
     "optimus.core.backend": 1,
+    "optimus.core.costs": 1.5,
     "optimus.core.originals": 1,
     "optimus.core.probe": 1,
     "optimus.core.replacement": 2,

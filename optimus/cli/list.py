@@ -40,10 +40,10 @@ def _kind(one: Replacement) -> tuple[str, ...]:
 
 def rows(registry: Registry) -> list[tuple[str, ...]]:
     """One row a kind of swap with the architectures that have it, then one a pass."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
+    kinds: dict[tuple[str, ...], dict[str, None]] = {}
     for architecture in registry.architectures:
         for one in architecture.replacements:
-            kinds.setdefault(_kind(one), []).append(architecture.model_type)
+            kinds.setdefault(_kind(one), {})[architecture.model_type] = None
     swaps = [(*kind, ", ".join(names)) for kind, names in sorted(kinds.items())]
     if plain := [a.model_type for a in registry.architectures if not a.replacements]:
         swaps.append(("what `any` has", "", "", "", ", ".join(plain)))
@@ -89,6 +89,8 @@ def data(registry: Registry) -> dict[str, object]:
 
 def _table(registry: Registry) -> Table:
     table = Table(*HEADINGS)
+    # No name in two pieces, however narrow the screen.
+    table.columns[-1].min_width = max(len(f"{a.model_type},") for a in registry.architectures)
     for row in rows(registry):
         table.add_row(*row)
     return table

@@ -17,7 +17,7 @@ from optimus.core.paths import unwrap
 from optimus.core.planner import JOURNAL, Plan, Recipe, describe, plan, resolve_recipe
 from optimus.core.probe import probe
 from optimus.core.registry import Registry
-from optimus.core.replacement import Pass, Replacement, reclassed
+from optimus.core.replacement import LENGTHS, Pass, Replacement, reclassed
 from optimus.core.surgery import Edit, Slot, Surgeon, undo
 from optimus.core.verify import Reference, Verdict, reference, verify
 
@@ -160,6 +160,8 @@ def _operate(root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon) -> 
         mixin = cast(Replacement, known[claim.replacement]).mixin
         module = root.get_submodule(claim.path)
         mixin.setup(module, surgeon)
+        if claim.lengths is not None:
+            surgeon.set_attribute(module, LENGTHS, claim.lengths)
         surgeon.reclass(module, reclassed(mixin, type(module)))
 
 

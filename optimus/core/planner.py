@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from optimus.core.backend import Backend, Context, Mode, resolve
+from optimus.core.costs import Measured
 from optimus.core.errors import (
     BackendUnavailableError,
     ConflictError,
@@ -55,7 +56,11 @@ RECIPES: dict[str, Recipe | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One site that one replacement takes."""
+    """One site that one replacement takes.
+
+    ``measured`` says in words what the claim rests on, and ``lengths`` for which numbers of keys
+    it holds: outside of them a call takes the stock path.
+    """
 
     stage: int
     path: str
@@ -63,6 +68,8 @@ class Claim:
     fidelity: str
     before: str
     after: str
+    measured: str = ""
+    lengths: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +100,13 @@ class Plan:
         backend, dtype = self.context.backend.name, _plain(self.context.dtype)
         rows = [("", "count", "name", "fidelity", "what")]
         rows += [("pass", "", name, "", "the whole model") for name in self.passes]
-        claimed = Counter((c.replacement, c.fidelity, c.before, c.after) for c in self.claims)
+        claimed = Counter(
+            (c.replacement, c.fidelity, f"{c.before} -> {c.after}", c.measured) for c in self.claims
+        )
         refused = Counter((name, refusal.reason) for _, name, refusal in self.refusals)
         rows += [
-            ("claim", str(count), name, fidelity, f"{before} -> {after}")
-            for (name, fidelity, before, after), count in claimed.items()
+            ("claim", str(count), name, fidelity, "; ".join(filter(None, (change, why))))
+            for (name, fidelity, change, why), count in claimed.items()
         ]
         rows += [("leave", str(n), name, "", why) for (name, why), n in refused.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -120,6 +129,11 @@ def _plain(value: object) -> object:
     return sorted(value) if isinstance(value, frozenset) else cast(Mode | Fidelity, value).value
 
 
+def _claim(data: dict[str, Any]) -> Claim:
+    lengths = data["lengths"]
+    return Claim(**{**data, "lengths": None if lengths is None else tuple(lengths)})
+
+
 def _parse(data: dict[str, Any]) -> Plan:
     recipe, context = data["recipe"], data["context"]
     backend = context["backend"]
@@ -136,7 +150,7 @@ def _parse(data: dict[str, Any]) -> Plan:
             getattr(torch, context["dtype"]),
             context["decodes"],
         ),
-        claims=tuple(Claim(**claim) for claim in data["claims"]),
+        claims=tuple(_claim(claim) for claim in data["claims"]),
         refusals=tuple((path, name, Refusal(**why)) for path, name, why in data["refusals"]),
         passes=tuple(data["passes"]),
         fidelity=Fidelity(data["fidelity"]),
@@ -271,8 +285,12 @@ class _Planner:
         rules = [item for item in self._find(pattern) if isinstance(item, Replacement)]
         before = len(self.claims)
         near: list[Refusal] = []
+        fitting: dict[type, list[Replacement]] = {}
         for site in self.sites:
-            for rule in (r for r in rules if r.claims(site)):
+            kind = type(site.module)
+            if kind not in fitting:
+                fitting[kind] = [rule for rule in rules if rule.claims(site)]
+            for rule in fitting[kind]:
                 if site.path in taken and taken[site.path] != pattern:
                     raise ConflictError(
                         f"{taken[site.path]!r} and {pattern!r} both claim "
@@ -284,18 +302,24 @@ class _Planner:
                     self._refuse(site.path, rule.name, refusal)
                     near.append(refusal)
                     continue
-                self._claim(stage, site, rule)
+                self._claim(stage, site, rule, rule.measured(context))
                 taken[site.path] = pattern
                 break
         if "*" not in pattern and rules and len(self.claims) == before:
             why = near[0].reason if near else "no module of the model is of its kind"
             raise NothingToDoError(f"{pattern} found nothing to do: {why}.")
 
-    def _claim(self, stage: int, site: Site, rule: Replacement) -> None:
+    def _claim(self, stage: int, site: Site, rule: Replacement, found: Measured | None) -> None:
         name = type(site.module).__qualname__
-        after = rule.mixin.__name__ + name
         self.claims[site.path] = Claim(
-            stage, site.path, rule.name, rule.fidelity.value, name, after
+            stage=stage,
+            path=site.path,
+            replacement=rule.name,
+            fidelity=rule.fidelity.value,
+            before=name,
+            after=rule.mixin.__name__ + name,
+            measured="" if found is None else str(found),
+            lengths=None if found is None else found.lengths,
         )
         self._degrade(rule.fidelity)
 

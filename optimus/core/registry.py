@@ -1,8 +1,8 @@
 """What optimus knows how to do, by name.
 
-Registration is a value, not an effect: a leaf file ends in ``ARCHITECTURE = ...`` or
-``PASSES = (...)`` and the registry reads it. Importing a leaf changes nothing, and a test makes a
-registry of its own.
+Registration is a value, not an effect: a leaf file ends in ``ARCHITECTURE = ...``, in several
+``ARCHITECTURES = (...)`` or in ``PASSES = (...)`` and the registry reads it. Importing a leaf
+changes nothing, and a test makes a registry of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ ENTRY_POINTS = "optimus.architectures"
 
 
 class Registry:
-    """Architectures and passes. Names are unique, or ``RegistryError``."""
+    """Architectures and passes. Names are unique, or ``RegistryError``; a model type may have
+    several architectures.
+    """
 
     def __init__(self, architectures: Iterable[Architecture], passes: Iterable[Pass] = ()) -> None:
         self.architectures = tuple(sorted(architectures, key=lambda a: a.model_type))
@@ -45,6 +47,7 @@ class Registry:
 
         leaves = [*_leaves(optimus.replacements), *_leaves(optimus.passes)]
         architectures = [leaf.ARCHITECTURE for leaf in leaves if hasattr(leaf, "ARCHITECTURE")]
+        architectures += [one for leaf in leaves for one in getattr(leaf, "ARCHITECTURES", ())]
         architectures += [point.load() for point in entry_points(group=ENTRY_POINTS)]
         passes = [one for leaf in leaves for one in getattr(leaf, "PASSES", ())]
         return cls(architectures, passes)

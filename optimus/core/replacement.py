@@ -13,6 +13,7 @@ from torch import nn
 
 from optimus.core.backend import BACKENDS, Context, Mode
 from optimus.core.canonical import Canonical
+from optimus.core.costs import Measured, measured
 from optimus.core.errors import Refusal
 from optimus.core.originals import Keeper
 from optimus.core.paths import Site
@@ -20,6 +21,8 @@ from optimus.core.surgery import Surgeon
 
 EVERYWHERE = frozenset(BACKENDS)
 ANY_MODE = frozenset(Mode)
+# Where a module keeps the numbers of keys for which its claim holds, if it is a measured one.
+LENGTHS = "_optimus_lengths"
 
 # One class a pair, so that models of one kind share it and compilers guard on one type.
 _made: dict[tuple[type, type], type[nn.Module]] = {}
@@ -90,7 +93,7 @@ class Replacement:
     """A named rule: which sites a mixin may take, and how faithful it is.
 
     ``targets`` are ``"module:Class"`` strings, matched along the MRO, so that nothing has to be
-    imported to match.
+    imported to match. ``gated``: claimed only where the table of ``costs`` says that it pays.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Replacement:
     fidelity: Fidelity = Fidelity.CLOSE
     modes: frozenset[Mode] = ANY_MODE
     backends: frozenset[str] = EVERYWHERE
+    gated: bool = False
 
     def claims(self, site: Site) -> bool:
         """Whether the site's class is, or derives from, a target."""
@@ -116,7 +120,16 @@ class Replacement:
             return Refusal(f"not built for {context.backend.name}")
         if context.mode not in self.modes:
             return Refusal(f"not for {context.mode.value}")
-        return self.mixin.accepts(site, context)
+        return self.mixin.accepts(site, context) or self._too_slow(context)
+
+    def measured(self, context: Context) -> Measured | None:
+        """What the claim of a site rests on, where it has to rest on something."""
+        found = measured(self.name, context) if self.gated else None
+        return found if isinstance(found, Measured) else None
+
+    def _too_slow(self, context: Context) -> Refusal | None:
+        found = measured(self.name, context) if self.gated else None
+        return found if isinstance(found, Refusal) else None
 
     def _target(self, cls: type[nn.Module]) -> type[nn.Module] | None:
         names = (f"{c.__module__}:{c.__qualname__}" for c in cls.__mro__)
@@ -133,15 +146,16 @@ def _is_patched(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One file's worth of replacements, with a model that the laws can build in a second.
+    """Replacements that belong together, with a model that the laws can build in a second.
 
-    ``tiny`` returns a transformers config, or a plain module and a sample for it. ``heads`` names
-    the transformers auto classes that the laws build from the config.
+    ``tiny`` returns a transformers config, or a plain module and a sample for it; None leaves it
+    to the tests to make one. ``heads`` names the transformers auto classes that the laws build
+    from the config.
     """
 
     model_type: str
     replacements: tuple[Replacement, ...]
-    tiny: Callable[[], Any]
+    tiny: Callable[[], Any] | None = None
     heads: tuple[str, ...] = ("AutoModel",)
 
 

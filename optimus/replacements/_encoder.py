@@ -17,6 +17,7 @@ from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.varlen import Ragged
 from optimus.replacements._attention import FUSED, OURS, UNPADDED, switch
+from optimus.replacements._watch import is_watched
 
 # So many tokens go through the whole encoder at a time: their widest activation stays in the cache
 # and below the size that glibc maps afresh, and pages in, for every call. Products lose nothing.
@@ -92,14 +93,7 @@ class Unpadded(Mixin):
         return Ragged(real)
 
     def _watched(self) -> bool:
-        hooks = (
-            hook
-            for module in self.modules()  # type: ignore[attr-defined]
-            if module is not self
-            for table in (module._forward_hooks, module._forward_pre_hooks)
-            for hook in table.values()
-        )
-        return any(not _is_familiar(hook) for hook in hooks)
+        return any(is_watched(module) for module in self.modules() if module is not self)  # type: ignore[attr-defined]
 
     def _packed(self, inputs: dict[str, Any], ragged: Ragged) -> dict[str, Any]:
         packed = dict(inputs)
@@ -166,14 +160,6 @@ def _wanted(value: Any) -> bool:
 @functools.cache
 def _names(cls: type) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
-
-
-def _is_familiar(hook: Any) -> bool:
-    """transformers' output recorders and optimus's own watchers know about packed tokens."""
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] in (
-        "transformers",
-        "optimus",
-    )
 
 
 def _unfit_config(site: Site) -> Refusal | None:

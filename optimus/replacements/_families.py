@@ -34,11 +34,22 @@ def unpadded(family: str, model: str, *, mixin: type[Mixin] = Unpadded) -> Repla
     )
 
 
-def fused(family: str, model: str) -> Replacement:
-    """Fused attention in place of eager in ``model`` of the modeling file of ``family``."""
+def fused(
+    family: str,
+    *models: str,
+    folder: str | None = None,
+    mixin: type[FusedAttention] = FusedAttention,
+) -> Replacement:
+    """Fused attention in place of eager in ``models`` of the modeling file of ``family``, which is
+    in ``folder`` where that has another name.
+
+    A model is a class that owns the config that its attention layers read: in an encoder-decoder
+    each stack, in a composite each part.
+    """
+    module = f"transformers.models.{folder or family}.modeling_{family}"
     return Replacement(
         name=f"{family}.attention.fused",
-        targets=(MODELING.format(family, model),),
-        mixin=FusedAttention,
+        targets=tuple(f"{module}:{model}" for model in models),
+        mixin=mixin,
         backends=CPUS,
     )

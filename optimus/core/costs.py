@@ -1,0 +1,77 @@
+"""What was measured to pay, where, and at which length: the table that plans decide by.
+
+The table ships as data. Its keys are a backend and a dtype, and for bf16 whether the processor
+computes in it; its values are, for each replacement, how many times faster than stock the site was
+at each number of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from optimus.core.backend import Context
+from optimus.core.errors import Refusal
+
+# A ratio from here up is a gain; noise is about five in a hundred.
+GAIN = 1.05
+LONGEST = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times faster than stock by number of keys, in ascending order."""
+
+    ratios: tuple[tuple[int, float], ...]
+    where: str
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """The first number of keys from which on it never was slower, and the last; None if none.
+
+        Below the shortest measured length it is taken to be as there.
+        """
+        first = 1
+        for length, ratio in self.ratios:
+            if ratio < 1:
+                first = length + 1
+        longer = [length for length, _ in self.ratios if length >= first]
+        if not longer or all(ratio < GAIN for _, ratio in self.ratios):
+            return None
+        return (1 if longer[0] == self.ratios[0][0] else longer[0]), LONGEST
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{ratio:.2f}x at {length}" for length, ratio in self.ratios)
+        return f"measured {found} keys ({self.where})"
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    text = files("optimus").joinpath("costs.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def key(context: Context) -> str:
+    """Under which name the table holds this hardware and dtype."""
+    backend = context.backend
+    kind = str(context.dtype).removeprefix("torch.")
+    native = context.dtype is torch.bfloat16 and "native-bf16" in backend.features
+    return f"{backend.name}/{'native-' if native else ''}{kind}"
+
+
+def measured(name: str, context: Context) -> Measured | Refusal:
+    """What the table says of a replacement; a refusal where it says nothing, or no gain."""
+    part = _table().get(key(context), {})
+    ratios = part.get("ratios", {})
+    found = ratios.get(name) or ratios.get("*." + name.partition(".")[2])
+    if not found:
+        return Refusal(f"not measured on {key(context)}")
+    pairs = tuple(sorted((int(length), ratio) for length, ratio in found.items()))
+    made = Measured(pairs, part["where"])
+    return made if made.lengths else Refusal(f"does not pay: {made}")

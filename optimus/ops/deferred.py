@@ -1,0 +1,196 @@
+"""Running a hand-written attention so that its products with scores become one kernel call."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import optimus.ops.rules  # noqa: F401  (fills the table that ``respond`` reads)
+from optimus.ops.axes import halves
+from optimus.ops.einsum import as_product
+from optimus.ops.scores import ALWAYS, Scores, first, real, respond
+
+PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
+
+
+class Deferred(TorchFunctionMode):
+    """While active, products of two batches of matrices are ``Scores``.
+
+    ``lengths``: the numbers of keys, first and last, for which a call of the fused kernel pays;
+    others take the model's own way. Attention weights are taken to be read by nobody.
+    """
+
+    def __init__(self, lengths: tuple[int, int] = ALWAYS) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in PRODUCTS and len(args) == 2 and not kwargs:
+            return self.product(func, *args)
+        if name == "baddbmm":
+            return self.sum_of_product(func, args, kwargs)
+        if name == "einsum":
+            return self.contraction(func, args, kwargs)
+        if name == "multi_head_attention_forward":
+            # torch takes its own fused kernel where the weights are not asked for.
+            return func(*args, **{**kwargs, "need_weights": False})
+        if first(args) is not None:
+            return respond(func, args, kwargs)
+        return func(*real(args), **real(kwargs))
+
+    def product(self, func: Any, left: Any, right: Any) -> Any:
+        """``left @ right``: the end of an attention, or perhaps the beginning of one."""
+        if _is_swapped(func, left, right):
+            left, right = right, left
+        if isinstance(left, Scores) and isinstance(right, Tensor):
+            found = attended(left, right)
+            return func(left.dense(), right) if found is None else found
+        if isinstance(left, Scores) or isinstance(right, Scores) or not _could_be(left, right):
+            return func(real(left), real(right))
+        return Scores(left, right, ((func, (left, right), {}),), self.lengths)
+
+    def sum_of_product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """``beta * bias + alpha * left @ right``, of three-dimensional batches."""
+        given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
+        bias, left, right = given["input"], given["batch1"], given["batch2"]
+        if first((bias, left, right)) is not None or "out" in kwargs:
+            return func(*real(args), **real(kwargs))
+        scores = Scores(left, right, (), self.lengths)
+        made = scores * given.get("alpha", 1)
+        if given.get("beta", 1):
+            made = made + bias * given.get("beta", 1)
+        if not isinstance(made, Scores):
+            return func(*args, **kwargs)
+        made.steps = ((func, args, kwargs),)
+        return made
+
+    def contraction(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An einsum of two operands that is a product of matrices under other names."""
+        found = None if kwargs else as_product(*args)
+        if found is None:
+            return func(*real(args), **real(kwargs))
+        left, right, restored = found
+        if isinstance(left, Scores):
+            out = attended(left, right)
+            return func(*real(args)) if out is None else restored(out)
+        if not restored.is_identity or not _could_be(left, right):
+            return func(*args)
+        return Scores(left, right, ((func, args, {}),), self.lengths)
+
+
+def _is_swapped(func: Any, left: Any, right: Any) -> bool:
+    """torch.compile hands ``scores @ value`` over as ``Tensor.matmul(value, scores)``.
+
+    So it does ``value @ scores``, which where both fit is taken for the other: nobody multiplies
+    with probabilities from that side without transposing them, and then they are a tensor.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and func is torch.Tensor.matmul
+        and isinstance(left, Tensor)
+        and isinstance(right, Scores)
+        and left.shape[-2] == right.k
+    )
+
+
+def _could_be(left: Any, right: Any) -> bool:
+    both = isinstance(left, Tensor) and isinstance(right, Tensor)
+    return both and left.ndim == right.ndim >= 3 and left.is_floating_point()
+
+
+def attended(scores: Scores, value: Tensor) -> Tensor | None:
+    """``softmax(scores) @ value`` by the fused kernel; None where the model's own way is right.
+
+    ``value`` is ``[.., k, e]`` with the batch axes that the model sees; so is the answer.
+    """
+    if not _fits(scores, value):
+        return None
+    bias = scores.bias
+    along = (1,) * len(scores.fine) if bias is None else tuple(bias.shape[:-2])
+    cut, along = halves(scores.fine, along)
+    batch, heads = prod(scores.fine[:cut]), prod(scores.fine[cut:])
+    query = _grouped(_scaled(scores), scores, batch, heads).to(value.dtype)
+    key = _grouped(scores.right.transpose(-1, -2), scores, batch, heads).to(value.dtype)
+    if bias is not None:
+        bias = bias.expand(*along, *bias.shape[-2:])
+        bias = bias.reshape(prod(along[:cut]), prod(along[cut:]), *bias.shape[-2:])
+        bias = _narrowed(bias, value.dtype)
+    packed = value.reshape(batch, heads, *value.shape[-2:])
+    out = _kernel(query, key, packed, bias, scores.scale)
+    out = out.reshape(*scores.lead, *out.shape[-2:])
+    if scores.zeroed is not None:
+        empty = scores.zeroed.all(-1, keepdim=True).expand(*scores.fine, scores.q, 1)
+        out = out.masked_fill(empty.reshape(*scores.lead, scores.q, 1), 0.0)
+    return out
+
+
+def _fits(scores: Scores, value: Tensor) -> bool:
+    bias = scores.bias
+    first, last = scores.lengths
+    return (
+        scores.normal
+        and scores.real is None
+        and first <= scores.k <= last
+        and scores.q > 0
+        and tuple(value.shape[:-2]) == scores.lead
+        and prod(scores.lead) > 0
+        and value.is_floating_point()
+        # A learned bias that is being trained takes the kernel's slow path, which writes
+        # the scores out after all: then rather the model's own.
+        and not (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _scaled(scores: Scores) -> Tensor:
+    if scores.factor is None:
+        return scores.left
+    left = scores.left.expand(*_first_lead(scores), *scores.left.shape[-2:])
+    fine = left.reshape(*scores.fine, *left.shape[-2:])
+    return (fine * scores.factor).reshape(left.shape)
+
+
+def _grouped(value: Tensor, scores: Scores, batch: int, heads: int) -> Tensor:
+    whole = value.expand(*_first_lead(scores), *value.shape[-2:])
+    return whole.reshape(batch, heads, *value.shape[-2:])
+
+
+def _first_lead(scores: Scores) -> torch.Size:
+    return torch.broadcast_shapes(scores.left.shape[:-2], scores.right.shape[:-2])
+
+
+def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    if bias.device.type == "cpu" and bias.dtype is torch.float32 and dtype.itemsize < 4:
+        # The CPU's kernel takes it as it is, and a mask of fp32 does not swallow scores in fp16.
+        return bias
+    if torch.finfo(dtype).max < torch.finfo(bias.dtype).max:
+        # Else the lowest number of the wider type would become minus infinity.
+        bias = bias.clamp(min=torch.finfo(dtype).min)
+    return bias.to(dtype)
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The fused kernel takes one head size, contiguous: values are padded to that of the keys."""
+    wide, narrow = query.shape[-1], value.shape[-1]
+    size = max(wide, narrow)
+    query, key, value = (_padded(one, size) for one in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    return out[..., :narrow]
+
+
+def _padded(value: Tensor, size: int) -> Tensor:
+    if value.shape[-1] < size:
+        return F.pad(value, (0, size - value.shape[-1]))
+    return value if value.stride(-1) == 1 else value.contiguous()

@@ -1,0 +1,40 @@
+"""Attention by hand with something added to its scores: ALiBi, positions, window tables."""
+
+from __future__ import annotations
+
+from optimus.replacements._scores import FusedPlainSoftmax, scores
+
+ARCHITECTURES = (
+    scores("bloom", "BloomAttention"),
+    scores("mpt", "MptAttention"),
+    scores("mpnet", "MPNetSelfAttention"),
+    scores("cpmant", "CpmAntAttention"),
+    scores("deberta", "DisentangledSelfAttention"),
+    scores("deberta-v2", "DisentangledSelfAttention"),
+    scores("sew-d", "DisentangledSelfAttention"),
+    scores("xlnet", "XLNetRelativeAttention"),
+    scores("funnel", "FunnelRelMultiheadAttention"),
+    scores("fastspeech2_conformer", "FastSpeech2ConformerAttention"),
+    scores("speecht5", "SpeechT5Attention"),
+    scores("wavlm", "WavLMAttention"),
+    scores("layoutlmv2", "LayoutLMv2SelfAttention"),
+    scores("layoutlmv3", "LayoutLMv3SelfAttention", mixin=FusedPlainSoftmax),
+    scores("pp_doclayout_v2", "PPDocLayoutV2ReadingOrderSelfAttention", mixin=FusedPlainSoftmax),
+    scores("bros", "BrosSelfAttention"),
+    scores("levit", "LevitAttention", "LevitAttentionSubsample"),
+    scores("donut-swin", "transformers.models.donut.modeling_donut_swin:DonutSwinSelfAttention"),
+    scores(
+        "maskformer-swin",
+        "transformers.models.maskformer.modeling_maskformer_swin:MaskFormerSwinSelfAttention",
+    ),
+    scores("clap", "ClapAudioSelfAttention"),
+    scores("swinv2", "Swinv2SelfAttention"),
+    scores("swin2sr", "Swin2SRSelfAttention"),
+    scores("vitdet", "VitDetAttention"),
+    scores("seggpt", "SegGptAttention"),
+    scores("got_ocr2", "GotOcr2VisionAttention"),
+    scores("slanext", "SLANeXtVisionAttention"),
+    scores("pp_formulanet", "PPFormulaNetVisionAttention"),
+    scores("esm", "transformers.models.esm.modeling_esmfold:EsmFoldSelfAttention"),
+    scores("longt5", "LongT5LocalAttention", "LongT5TransientGlobalAttention"),
+)
