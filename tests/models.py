@@ -87,8 +87,9 @@ def stir(model: nn.Module) -> None:
 
 
 def architecture(model_type: str) -> Architecture:
-    """The registered architecture of that type."""
-    return next(a for a in Registry.installed().architectures if a.model_type == model_type)
+    """The registered architecture of that type that brings a tiny model."""
+    known = Registry.installed().architectures
+    return next(a for a in known if a.model_type == model_type and a.tiny is not None)
 
 
 def case(model_type: str, head: str = "AutoModel", **choices: Any) -> Case:

@@ -145,7 +145,7 @@ def test_dropout_in_training_is_stocks():
     """The same random numbers are drawn for the same probabilities."""
 
     def drop(q, k, v):
-        return torch.matmul(F.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.5, True), v)
+        return torch.matmul(F.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.5, training=True), v)
 
     q, k, v = operands()
     torch.manual_seed(1)

@@ -51,16 +51,18 @@ def interrupt_at(count: int, error: type[BaseException]) -> Iterator[list[int]]:
         inside = frame.f_code.co_filename.startswith(str(HOME)) and lines[0] < count
         return local if inside else None
 
-    before = sys.gettrace()
+    before, grad = sys.gettrace(), torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         yield lines
     finally:
         sys.settrace(before)
+        # An interrupt between the end of a ``with no_grad()`` and its exit leaves the mode off.
+        torch.set_grad_enabled(grad)
 
 
 NEVER = 10**9
-REGISTERED = Registry.installed().architectures
+REGISTERED = [a for a in Registry.installed().architectures if a.tiny is not None]
 
 
 @pytest.mark.parametrize("recipe", ["auto", "bf16"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optimus.ops.axes import Axes, refined, spread
-from optimus.ops.scores import Scores, rule
+from optimus.ops.scores import Peak, Scores, rule
 
 # Fills from here down are masks: what they leave of a softmax is exactly zero.
 MASKED = -1e4
@@ -90,7 +90,17 @@ def _gated(scores: Scores, value: Any) -> Scores | None:
 def _subtract(one: Any, other: Any, *, alpha: Any = 1) -> Scores | None:
     if not isinstance(one, Scores) or isinstance(other, Scores):
         return None
+    if isinstance(other, Peak):
+        return _without_peak(one, other)
     return _add(one, -other, alpha=alpha)
+
+
+def _without_peak(scores: Scores, peak: Peak) -> Scores | None:
+    if peak.of is not scores or scores.normal:
+        return None
+    new = scores.copied()
+    new.peaked = True
+    return new
 
 
 @rule("__rsub__")
@@ -286,11 +296,40 @@ def _reshape_as(value: Any, scores: Any) -> Any:
 @rule("clamp", in_place=("clamp_",))
 def _clamp(scores: Any, min: Any = None, max: Any = None) -> Scores | None:
     low = None if min is None else _number(min)
-    if max is not None or low is None or not isinstance(scores, Scores):
+    if low is None or not isinstance(scores, Scores) or scores.normal:
         return None
-    return scores.copied() if low <= torch.finfo(scores.dtype).min else None
+    # Below a peak of zero, so far down softmax leaves nothing, and there is nothing above.
+    done = low <= MASKED and (max is None or max >= 0) if scores.peaked else max is None
+    lowest = MASKED if scores.peaked else torch.finfo(scores.dtype).min
+    return scores.copied() if done and low <= lowest else None
 
 
-@rule("max", "maximum")
-def _maximum(scores: Any, other: Any = None, **kwargs: Any) -> Scores | None:
-    return None if kwargs or not isinstance(other, Tensor) else _clamp(scores, other)
+@rule("max", "amax", "maximum")
+def _maximum(scores: Any, *args: Any, **kwargs: Any) -> Scores | Peak | None:
+    if args and isinstance(args[0], Tensor):
+        return None if kwargs or len(args) > 1 else _clamp(scores, args[0])
+    given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
+    rows = given.get("dim") in (None, -1, (-1,), getattr(scores, "ndim", 0) - 1)
+    return Peak(scores) if rows and isinstance(scores, Scores) and not scores.normal else None
+
+
+@rule("transpose")
+def _transpose(scores: Any, *axes: int) -> Scores | None:
+    """The same products from the keys' side, as long as nothing was added."""
+    plain = isinstance(scores, Scores) and scores.factor is scores.gate is scores.bias is None
+    if (
+        not plain
+        or scores.normal
+        or {a % scores.ndim for a in axes}
+        != {
+            scores.ndim - 2,
+            scores.ndim - 1,
+        }
+    ):
+        return None
+    left, right = scores.right.transpose(-1, -2), scores.left.transpose(-1, -2)
+    new = Scores(left, right, (), scores.lengths)
+    if new.lead != scores.lead:
+        return None
+    new.scale, new.dtype, new.peaked = scores.scale, scores.dtype, scores.peaked
+    return new

@@ -11,6 +11,7 @@ Source: Dao et al. 2022, arXiv 2205.14135, for why the tensor is better never wr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,8 @@ class Scores:
 
     ``lead`` are its axes before ``[q, k]`` as the model sees them now, ``fine`` the ones that all
     views share. ``bias`` is added and ``factor`` multiplied, both along the fine axes; ``gate`` is
-    a mask of zeros and ones multiplied in that waits for what is added where it is zero.
+    a mask of zeros and ones multiplied in that waits for what is added where it is zero, and
+    ``peaked`` says that the largest was taken off.
     ``lengths``: the numbers of keys for which the fused kernel was measured to pay.
     """
 
@@ -67,7 +69,7 @@ class Scores:
         self.bias: Tensor | None = None
         self.filled: Tensor | None = None
         self.zeroed: Tensor | None = None
-        self.normal = False
+        self.peaked = self.normal = False
         self.dtype = _product_dtype(left)
         self.real: Tensor | None = None
 
@@ -82,7 +84,8 @@ class Scores:
         self.steps, self.lead, self.fine = other.steps, other.lead, other.fine
         self.scale, self.factor, self.bias = other.scale, other.factor, other.bias
         self.gate, self.filled, self.zeroed = other.gate, other.filled, other.zeroed
-        self.normal, self.dtype, self.real = other.normal, other.dtype, other.real
+        self.peaked, self.normal = other.peaked, other.normal
+        self.dtype, self.real = other.dtype, other.real
 
     def dense(self) -> Tensor:
         """The tensor itself. From here on this object is only a name for it."""
@@ -134,6 +137,43 @@ class Scores:
         return respond(func, args, kwargs or {})
 
 
+class Peak:
+    """The largest score of all, or of each row: models take it off, and softmax does not see it."""
+
+    def __init__(self, of: Scores, steps: tuple[Any, ...] = ()) -> None:
+        self.of, self.was, self.steps = of, of.copied(), steps
+
+    def dense(self) -> Tensor:
+        """The tensor, by the model's own calls."""
+        value: Any = self.was.dense()
+        for func, args, kwargs in self.steps:
+            value = func(*_put(args, value), **_put(kwargs, value))
+        found: Tensor = value
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        # ``torch.max`` along an axis gives values and places; only the values are a peak.
+        return self._then(operator.getitem, index) if index == 0 else self.dense()[index]
+
+    def unsqueeze(self, dim: int) -> Peak:
+        """The axis that was reduced, put back."""
+        return self._then(torch.unsqueeze, dim)
+
+    def _then(self, func: Any, *args: Any) -> Peak:
+        return Peak(self.of, (*self.steps, (func, (SELF, *args), {})))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(handle_torch_function(written, (self,), self), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*real(args), **real(kwargs or {}))
+
+
 def _product_dtype(left: Tensor) -> torch.dtype:
     kind = left.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else left.dtype
@@ -143,7 +183,7 @@ def _put(value: Any, real: Tensor) -> Any:
     """``value`` with the tensor in the place that stands for it, at any depth."""
     if value is SELF:
         return real
-    if isinstance(value, Scores):
+    if isinstance(value, (Scores, Peak)):
         return value.dense()
     if isinstance(value, (tuple, list)):
         return type(value)([_put(one, real) for one in value])
@@ -158,8 +198,8 @@ def _noted(value: Any) -> Any:
 
 
 def real(value: Any) -> Any:
-    """``value`` with every ``Scores`` in it replaced by its tensor."""
-    if isinstance(value, Scores):
+    """``value`` with everything unwritten in it replaced by its tensor."""
+    if isinstance(value, (Scores, Peak)):
         return value.dense()
     if type(value) in (tuple, list):
         return type(value)([real(one) for one in value])
@@ -194,11 +234,12 @@ def respond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = None if waits else known(*args, **kwargs)
     if made is None:
         return func(*real(args), **real(kwargs))
-    if not isinstance(made, Scores):
+    if not isinstance(made, (Scores, Peak)):
         return made
-    recorded = [SELF if one is subject else _noted(one) for one in args]
-    made.steps = (*subject.steps, (func, tuple(recorded), real(kwargs)))
-    if in_place:
+    recorded = tuple([SELF if one is subject else _noted(one) for one in args])
+    before = subject.steps if isinstance(made, Scores) else ()
+    made.steps = (*before, (func, recorded, real(kwargs)))
+    if in_place and isinstance(made, Scores):
         subject.become(made)
         return subject
     return made

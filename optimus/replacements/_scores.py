@@ -7,22 +7,32 @@ call is computed as the model computes it.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from optimus.core.replacement import LENGTHS, Architecture, Mixin, Replacement
+from optimus.core.surgery import Surgeon
 from optimus.ops.deferred import Deferred
 from optimus.ops.scores import ALWAYS, Scores
 from optimus.replacements._watch import is_watched, records_weights
 
+ASKED = "output_attentions"
+PLACE = "_optimus_asked"
 MODELING = "transformers.models.{0}.modeling_{0}:{1}"
 
 
 class FusedScores(Mixin):
     """Softmax attention of any shape. Weights are written where somebody asks for them."""
+
+    @classmethod
+    def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
+        """Where among its arguments the forward is asked for weights; past the end if nowhere."""
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        place = names.index(ASKED) if ASKED in names else len(names)
+        surgeon.set_attribute(module, PLACE, place)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; by its own way where somebody reads weights or watches its parts."""
@@ -33,16 +43,13 @@ class FusedScores(Mixin):
         return _written(out)
 
 
-class FusedPlainSoftmax(FusedScores):
-    """Where the model subtracts the largest score first, lest a softmax in fp16 overflow.
+class FusedDecomposed(FusedScores):
+    """Where a method takes the scores apart by rows and columns to add the positions of both."""
 
-    Softmax does not see it (CogView, Ding et al. 2021, arXiv 2105.13290, section 2.4), and the
-    kernels do it themselves.
-    """
-
-    def cogview_attention(self, attention_scores: Any, alpha: float = 32) -> Any:
-        """Probabilities ``[.., q, k]``."""
-        return torch.softmax(attention_scores, dim=-1)
+    def add_decomposed_rel_pos(self, attn: Any, query: Tensor, *args: Any) -> Any:
+        """``[batch * heads, q, k]``, with what the original adds to zeros."""
+        nothing = query.new_zeros(()).expand(attn.shape)
+        return attn + super().add_decomposed_rel_pos(nothing, query, *args)  # type: ignore[misc]
 
 
 def _is_opened(module: nn.Module) -> bool:
@@ -58,12 +65,11 @@ def _is_opened(module: nn.Module) -> bool:
 
 def _wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether attention weights that the original returns are read by anybody."""
-    for one in args:
-        if one is True:
-            return True
+    place = vars(module)[PLACE]
     return bool(
-        kwargs.get("output_attentions")
-        or getattr(getattr(module, "config", None), "output_attentions", False)
+        kwargs.get(ASKED)
+        or (place < len(args) and args[place])
+        or getattr(getattr(module, "config", None), ASKED, False)
         or is_watched(module)
         or records_weights(module)
     )

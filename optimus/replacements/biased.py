@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimus.replacements._scores import FusedPlainSoftmax, scores
+from optimus.replacements._scores import FusedDecomposed, scores
 
 ARCHITECTURES = (
     scores("bloom", "BloomAttention"),
@@ -18,8 +18,8 @@ ARCHITECTURES = (
     scores("speecht5", "SpeechT5Attention"),
     scores("wavlm", "WavLMAttention"),
     scores("layoutlmv2", "LayoutLMv2SelfAttention"),
-    scores("layoutlmv3", "LayoutLMv3SelfAttention", mixin=FusedPlainSoftmax),
-    scores("pp_doclayout_v2", "PPDocLayoutV2ReadingOrderSelfAttention", mixin=FusedPlainSoftmax),
+    scores("layoutlmv3", "LayoutLMv3SelfAttention"),
+    scores("pp_doclayout_v2", "PPDocLayoutV2ReadingOrderSelfAttention"),
     scores("bros", "BrosSelfAttention"),
     scores("levit", "LevitAttention", "LevitAttentionSubsample"),
     scores("donut-swin", "transformers.models.donut.modeling_donut_swin:DonutSwinSelfAttention"),
@@ -31,7 +31,7 @@ ARCHITECTURES = (
     scores("swinv2", "Swinv2SelfAttention"),
     scores("swin2sr", "Swin2SRSelfAttention"),
     scores("vitdet", "VitDetAttention"),
-    scores("seggpt", "SegGptAttention"),
+    scores("seggpt", "SegGptAttention", mixin=FusedDecomposed),
     scores("got_ocr2", "GotOcr2VisionAttention"),
     scores("slanext", "SLANeXtVisionAttention"),
     scores("pp_formulanet", "PPFormulaNetVisionAttention"),

@@ -56,8 +56,8 @@ ARCHITECTURES = (
     scores("mask2former", "Mask2FormerMaskedAttentionDecoderLayer"),
     scores(
         "oneformer",
-        "OneFormerAttention",
         "OneFormerTextMapperAttention",
+        "OneFormerTransformerDecoderSelfAttentionLayer",
         "OneFormerTransformerDecoderCrossAttentionLayer",
         "OneFormerTransformerDecoderQueryTransformerDecoderLayer",
     ),

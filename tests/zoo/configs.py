@@ -66,7 +66,6 @@ ABSENT = {
     "vocabulary_map": {"<image>": 98} | {f"IMGIMG{c}A": 50 + i for i, c in enumerate("ABCDEFGH")},
 }
 IDENTIFIERS = re.compile(r".*_(token_id|token_index|id)")
-SPECIFIC = re.compile(r".*_(type|act|activation)")
 
 
 def tiny(model_type: str) -> PreTrainedConfig:

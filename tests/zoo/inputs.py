@@ -50,6 +50,7 @@ def _made(
     for name in names:
         value = MAKERS[name](request)
         if value is not None:
+            value = value.to(model.dtype) if value.is_floating_point() else value
             request.made[name.split()[0]] = value
     return request.made
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -92,8 +92,16 @@ def build_from(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, head).from_config(config, **chosen)
+        model = _callable_part(model)
         stir(model)
     return model.to(dtype).eval()
+
+
+def _callable_part(model: nn.Module) -> nn.Module:
+    """The model, or its first part that can be called where it only generates over its parts."""
+    if getattr(type(model), "forward", None) is not nn.Module.forward:
+        return model
+    return next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
 
 
 def stir(model: nn.Module) -> None:
