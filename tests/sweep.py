@@ -6,18 +6,21 @@ import copy
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import zoo
+from parts import PARTS
 from snapshots import tensors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
+from zoo.configs import parts as parts_of
+from zoo.models import build_from
 
 import optimus
-from optimus.core.planner import Recipe
+from optimus.core.planner import JOURNAL, Recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Replacement
 from optimus.replacements import biased, decoders, handwritten, hosted, islands
@@ -35,6 +38,44 @@ GROUPS = {
     "GQA": decoders.GROUPED,
     "islands": islands.ARCHITECTURES,
 }
+# Types that are a part of another one, which is what can be built.
+WITHIN = {
+    "emu3_text_model": "emu3",
+    "mllama_text_model": "mllama",
+    "paddleocr_vl_text": "paddleocr_vl",
+    "step3p5": "step3p7",
+    "unlimited_ocr_text": "unlimited_ocr",
+}
+# What makes a tiny config one of the kind that the row is for.
+CHANGES: dict[str, dict[str, Any]] = {
+    "big_bird.attention.scores": {"attention_type": "original_full"},
+    "gemma2.attention.fused": {"attn_logit_softcapping": None},
+    "hubert.attention.fused": {"mask_time_prob": 0.0},
+    "informer.attention.fused": {"attention_type": "full"},
+    "longt5.attention.fused": {"decoder_start_token_id": 1},
+    "longt5.attention.scores": {"decoder_start_token_id": 1},
+    "patchtsmixer.attention.fused": {"self_attn": True},
+    "switch_transformers.attention.fused": {"decoder_start_token_id": 1},
+    "t5.attention.fused": {"decoder_start_token_id": 1},
+    "t5gemma.attention.fused": {"attn_logit_softcapping": None},
+    "vaultgemma.attention.fused": {"attn_logit_softcapping": None},
+    "wav2vec2.attention.fused": {"mask_time_prob": 0.0},
+    "zoedepth.attention.scores": {
+        "num_patch_transformer_layers": 2,
+        "bin_configurations": [
+            {"n_bins": 8, "min_depth": 0.001, "max_depth": 10.0, "name": "near"},
+            {"n_bins": 8, "min_depth": 0.001, "max_depth": 80.0, "name": "far"},
+        ],
+    },
+}
+# Softmaxes over a last axis of three or more that are no attention over keys, by class.
+NOT_SCORES = {
+    "DeepseekV4HyperConnection": "mixes copies of the residual stream",
+    "GroundingDinoMultiscaleDeformableAttention": "weighs a few sampled points, not keys",
+    "MMGroundingDinoMultiscaleDeformableAttention": "weighs a few sampled points, not keys",
+    "SwitchTransformersTop1Router": "chooses an expert",
+    "ZayaRouter": "chooses an expert",
+}
 # Those that the host can run on SDPA by itself, for who has loaded them in eager.
 ON_REQUEST = "on request"
 
@@ -48,7 +89,39 @@ class Row:
     group: str
 
     def __str__(self) -> str:
-        return self.replacement.name.replace(".attention", "")
+        return self.name.replace(".attention", "")
+
+    @property
+    def name(self) -> str:
+        """The replacement's name."""
+        return self.replacement.name
+
+    @property
+    def moves(self) -> bool:
+        """Whether attention that was written out is on a kernel afterwards, and was not before."""
+        return self.group != "GQA"
+
+    @property
+    def gives_weights(self) -> bool:
+        """Whether there is an ``output_attentions=True`` that gives some: sdpa gives none."""
+        return self.name not in PARTS and not self.name.endswith(".grouped")
+
+    def build(self, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+        """A tiny model with sites for it: eager where the row is for who asks for eager."""
+        if self.name in PARTS:
+            return PARTS[self.name].build().to(dtype)
+        attention = "eager" if self.name.endswith(".fused") else None
+        model_type = WITHIN.get(self.model_type, self.model_type)
+        config = changed(zoo.tiny(model_type), CHANGES.get(self.name, {}))
+        if self.group == "GQA":
+            shared(config)
+        return build_from(config, zoo.heads(model_type)[0], attention, dtype, seed)
+
+    def inputs(self, model: nn.Module, batch: int, padding: str) -> dict[str, Any]:
+        """Arguments for it."""
+        if self.name in PARTS:
+            return PARTS[self.name].inputs(batch, padding)
+        return zoo.inputs(model, batch=batch, padding=padding)
 
     @property
     def recipe(self) -> Recipe:
@@ -73,6 +146,28 @@ def rows() -> list[Row]:
         for r in a.replacements
         if ".attention." in r.name
     ]
+
+
+def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
+    """The config with changes wherever a part of it knows them."""
+    for key, value in changes.items():
+        for part in parts_of(config):
+            if part is config or hasattr(part, key):
+                setattr(part, key, value)
+    return config
+
+
+def shared(config: PreTrainedConfig) -> None:
+    """Two heads of keys for the queries of each part that has as many of both."""
+    for part in parts_of(config):
+        known = vars(part)
+        if known.get("num_key_value_heads") == known.get("num_attention_heads"):
+            part.num_key_value_heads = 2
+
+
+def claimed(model: nn.Module) -> set[str]:
+    """The classes that the plan of a transformed model took."""
+    return {claim.before for claim in vars(model)[JOURNAL].plan.claims}
 
 
 def pays_everywhere() -> dict[str, Any]:
@@ -196,12 +291,3 @@ def transformed(
     """A transformed copy."""
     mine = copy.deepcopy(stock)
     return optimus.transform(mine, recipe, backend=backend, check=False, **options)
-
-
-def batches(model: nn.Module, paddings: tuple[str, ...] = PADDINGS) -> Iterator[tuple[Any, Any]]:
-    """Every padding with one sequence and with three, as far as they differ."""
-    for padding in paddings:
-        for batch in (1, 3):
-            if batch == 1 and padding != "none":
-                continue
-            yield (padding, batch), zoo.inputs(model, batch=batch, padding=padding)

@@ -51,5 +51,5 @@ def fused(
         name=f"{family}.attention.fused",
         targets=tuple(f"{module}:{model}" for model in models),
         mixin=mixin,
-        backends=CPUS,
+        gated=True,
     )

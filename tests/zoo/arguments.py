@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .configs import VOCABULARY, parts
+from .sizes import FRAMES, LENGTH, SAMPLES
 
-LENGTH = 9
-LENGTHS = (9, 4, 6)
+# Shares of the length, in ninths.
+NINTHS = (9, 4, 6)
 FIRST_WORD, LAST_WORD = 8, 40
-FRAMES, SAMPLES = 72, 5760
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Request:
 
     def mask(self, length: int = LENGTH) -> Tensor:
         """Ones where there is something, for a batch of ``length`` positions."""
-        lengths = torch.tensor([LENGTHS[i % len(LENGTHS)] for i in range(self.batch)])
-        lengths = lengths * length // LENGTH
+        lengths = torch.tensor([NINTHS[i % len(NINTHS)] for i in range(self.batch)])
+        lengths = lengths * length // 9
         if self.padding == "none":
             lengths = torch.full_like(lengths, length)
         gaps = length - lengths

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .overrides import DEFAULTS, SIZES
+from .sizes import HEAD, HEADS, IMAGE, POSITIONS, WIDTH
 
-VOCABULARY, WIDTH, HEADS, LAYERS = 99, 64, 4, 2
-HEAD = WIDTH // HEADS
+VOCABULARY, LAYERS = 99, 2
 
 # The first pattern that matches a field's whole name gives its tiny value.
 NUMBERS: tuple[tuple[str, int], ...] = (
@@ -41,9 +41,9 @@ NUMBERS: tuple[tuple[str, int], ...] = (
     (r"(max_window|num_feat_extract|first_k_dense|num_dense).*", 1),
     (r".*(num_hidden_layers|n_layers?|num_layers|_layers|_depth|num_blocks)|depth|layers", LAYERS),
     (r".*(intermediate|ffn|feed_?forward|mlp|d_ff|inner)_?(size|dim|hidden_size|channels)?", 96),
-    (r".*(max_\w*position|n_positions|n_ctx|max_seq|source_length|max_pos_emb).*", 64),
+    (r".*(max_\w*position|n_positions|n_ctx|max_seq|source_length|max_pos_emb).*", POSITIONS),
     (r"sliding_window\w*|local_attention|attention_chunk_size|attention_window\w*", 4),
-    (r"image_size|img_size|pretrain_image_size|\w*crop_size|input_size|max_img_size", 64),
+    (r"image_size|img_size|pretrain_image_size|\w*crop_size|input_size|max_img_size", IMAGE),
     (r"patch_size", 16),
     (r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|projection_dim|emb(edding)?_dim)", WIDTH),
     (r".*(embed(ding)?_size|proj_size|output_dim|dim|hidden_channels|project_dim)", WIDTH),
@@ -208,7 +208,7 @@ def _numbers(name: str, value: Any) -> Any:
     if re.search("heads", name):
         return type(value)(max(1, v // value[0]) for v in value)
     if re.search("image_size|crop_size", name):
-        return type(value)(min(v, 64) for v in value)
+        return type(value)(min(v, IMAGE) for v in value)
     if re.search("decoder_in_channels|vision_features_channels", name):
         return type(value)(WIDTH for _ in value)
     return value

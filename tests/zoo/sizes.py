@@ -1,0 +1,15 @@
+"""How large tiny is. The environment can ask for more, for benchmarks at real head sizes."""
+
+from __future__ import annotations
+
+import math
+import os
+
+LENGTH = int(os.environ.get("ZOO_LENGTH", "9"))
+WIDTH = int(os.environ.get("ZOO_WIDTH", "64"))
+HEADS = int(os.environ.get("ZOO_HEADS", "4"))
+HEAD = WIDTH // HEADS
+POSITIONS = max(64, 2 * LENGTH)
+# Images of patches of 16 by 16, about as many as there are words.
+IMAGE = max(64, 16 * round(math.sqrt(LENGTH)))
+FRAMES, SAMPLES = 8 * LENGTH, 640 * LENGTH
