@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import support
 import sweep
 from snapshots import identical
-from sweep import CLOSE, NOT_SCORES, PADDINGS, Row
+from sweep import CAPPED, CLOSE, NOT_SCORES, PADDINGS, Row
 
 import optimus
-from optimus.core import costs
 
-pytestmark = pytest.mark.usefixtures("one_thread", "measured_everywhere")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "measured_everywhere"),
+    # WavLM's own.
+    pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning"),
+]
 
-ROWS = sweep.rows()
+ROWS = [row for row in sweep.rows() if row.name not in CAPPED]
+# Attention of the claimed models that is another row's, or refused.
+STAYS = {"longt5.attention.fused": ["LongT5LocalAttention"]}
 CALLS = [("none", 1), *((padding, 3) for padding in PADDINGS)]
-# What a row leaves written, and why it cannot be otherwise.
 
 
 @pytest.fixture(name="measured_everywhere")
-def _measured_everywhere(monkeypatch):
+def _measured_everywhere():
     """Every row pays at every length."""
-    table = sweep.pays_everywhere()
-    monkeypatch.setattr(costs, "_table", lambda: table)
+    with sweep.measured_everywhere():
+        yield
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -35,11 +42,11 @@ def test_row(row: Row, capable):
         given = row.inputs(stock, batch, padding)
         expected, before = sweep.watched(stock, given)
         found, after = sweep.watched(mine, given)
-        far[padding, batch] = sweep.apart(found, expected, sweep.mask_of(given))
+        far[padding, batch] = sweep.error(found, expected, stock, given)
         left |= {path for path in after.written if claimed & set(path)}
         more += after.fused - (before.fused if row.moves else 0)
     assert {key: value for key, value in far.items() if value > CLOSE} == {}
-    assert {path[0] for path in left} <= NOT_SCORES.keys()
+    assert {path[0] for path in left} - NOT_SCORES.keys() == set(STAYS.get(row.name, ()))
     assert more > 0
     optimus.reverse(mine)
     assert [type(m) for m in mine.modules()] == [type(m) for m in stock.modules()]
@@ -51,9 +58,27 @@ WEIGHING = [row for row in ROWS if row.gives_weights]
 
 @pytest.mark.parametrize("row", WEIGHING, ids=str)
 def test_weights_asked_for_are_the_stock_ones(row: Row, capable):
-    """``output_attentions=True``: the same weights, to the bit."""
+    """``output_attentions=True``: the same weights in the same places."""
     stock = row.build()
     mine = sweep.transformed(stock, row.recipe, capable)
     given = row.inputs(stock, 3, "right")
     expected = sweep.answer(stock, given, output_attentions=True)
-    assert identical(sweep.answer(mine, given, output_attentions=True), expected)
+    found = sweep.answer(mine, given, output_attentions=True)
+    assert sweep.apart(found, expected, sweep.mask_of(given)) <= CLOSE
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_a_capped_row_says_why(name: str, capable):
+    """What no config can leave out is refused by name."""
+    row = next(row for row in sweep.rows() if row.name == name)
+    refusals = optimus.plan(row.build(), backend=capable).refusals
+    reasons = {why.reason for _, refused, why in refusals if refused == name}
+    assert reasons
+    assert all(CAPPED[name] in reason for reason in reasons)
+
+
+def test_every_row_is_in_the_readme():
+    """The support table lists the type of every row, under its own name or that of its whole."""
+    listed = set(re.findall(r"[\w-]+", support.readme()))
+    missing = {sweep.WITHIN.get(row.model_type, row.model_type) for row in sweep.rows()} - listed
+    assert missing == set()

@@ -236,6 +236,25 @@ def test_a_sum_of_products_is_one_product():
     assert torch.allclose(mine, attend(q, k, v), atol=2e-6)
 
 
+def test_blocks_of_products():
+    """Words and entities, each with queries of its own for either kind of key, as LUKE has them."""
+
+    def attend(q, k, v):
+        few, rest = k[:, :, :3], k[:, :, 3:]
+        rows = [
+            torch.cat([(a @ few.transpose(-1, -2)), (b @ rest.transpose(-1, -2))], dim=3)
+            for a, b in ((q, q * 2), (q[:, :, :2] + 1, q[:, :, :2] - 1))
+        ]
+        scores = torch.cat(rows, dim=2) / 3
+        return scores.softmax(-1) @ v
+
+    q, k, v = operands()
+    with Kernels() as seen, Deferred():
+        mine = attend(q, k, v)
+    assert (seen.fused, seen.written) == (1, 0)
+    assert torch.allclose(mine, attend(q, k, v), atol=2e-6)
+
+
 def test_lengths_outside_the_measured_ones_are_stock():
     """Below the length from which the kernel pays, the model's own way is taken."""
     q, k, v = operands()

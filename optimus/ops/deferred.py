@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import optimus.ops.rules  # noqa: F401  (fills the table that ``respond`` reads)
-from optimus.ops.axes import halves
+from optimus.ops.axes import Axes, broadcast, halves
 from optimus.ops.einsum import as_product
-from optimus.ops.scores import ALWAYS, Scores, first, real, respond
+from optimus.ops.joins import concatenated
+from optimus.ops.scores import ALWAYS, Derived, Scores, first, real, respond
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 
@@ -47,9 +48,15 @@ class Deferred(TorchFunctionMode):
         if name == "multi_head_attention_forward":
             # torch takes its own fused kernel where the weights are not asked for.
             return func(*args, **{**kwargs, "need_weights": False})
-        if first(args) is not None:
-            return respond(func, args, kwargs)
-        return func(*real(args), **real(kwargs))
+        for one in args:
+            kind = type(one)
+            if kind is Scores:
+                return respond(func, args, kwargs)
+            if name == "cat" and first(one) is not None:
+                return self.joined(func, *args, **kwargs)
+            if kind is list or kind is tuple or kind is Derived:
+                return func(*real(args), **real(kwargs))
+        return func(*args, **kwargs)
 
     def product(self, func: Any, left: Any, right: Any) -> Any:
         """``left @ right``: the end of an attention, or perhaps the beginning of one."""
@@ -76,6 +83,11 @@ class Deferred(TorchFunctionMode):
             return func(*args, **kwargs)
         made.steps = ((func, args, kwargs),)
         return made
+
+    def joined(self, func: Any, parts: Any, dim: int = 0) -> Any:
+        """Blocks of scores put side by side or above one another."""
+        made = concatenated(func, parts, dim)
+        return func(real(parts), dim) if made is None else made
 
     def contraction(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An einsum of two operands that is a product of matrices under other names."""
@@ -163,12 +175,13 @@ def _scaled(scores: Scores) -> Tensor:
 
 
 def _grouped(value: Tensor, scores: Scores, batch: int, heads: int) -> Tensor:
-    whole = value.expand(*_first_lead(scores), *value.shape[-2:])
+    lead = _first_lead(scores)
+    whole = value if value.shape[:-2] == lead else value.expand(*lead, *value.shape[-2:])
     return whole.reshape(batch, heads, *value.shape[-2:])
 
 
-def _first_lead(scores: Scores) -> torch.Size:
-    return torch.broadcast_shapes(scores.left.shape[:-2], scores.right.shape[:-2])
+def _first_lead(scores: Scores) -> Axes:
+    return broadcast(scores.left.shape[:-2], scores.right.shape[:-2])
 
 
 def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from optimus.ops.axes import Axes, refined, spread
-from optimus.ops.scores import Peak, Scores, rule
+from optimus.ops.joins import summed
+from optimus.ops.scores import Derived, Scores, rule
 
 # Fills from here down are masks: what they leave of a softmax is exactly zero.
 MASKED = -1e4
@@ -37,7 +38,7 @@ def _add(one: Any, other: Any, *, alpha: Any = 1) -> Scores | None:
     if scores.normal or alpha != 1:
         return None
     if isinstance(value, Scores):
-        return _joined(scores, value)
+        return summed(scores, value)
     if scores.gate is not None:
         return _gated(scores, value)
     new = scores.copied()
@@ -50,20 +51,6 @@ def _add(one: Any, other: Any, *, alpha: Any = 1) -> Scores | None:
     new.dtype = _promoted(scores, value)
     laid = laid if laid.is_floating_point() else laid.to(new.dtype)
     new.bias = laid if scores.bias is None else scores.bias + laid
-    return new
-
-
-def _joined(one: Scores, other: Scores) -> Scores | None:
-    """The sum of two products is one product of operands side by side (LiLT: text and layout)."""
-    plain = all(
-        s.factor is s.gate is None and not s.normal and s.real is None for s in (one, other)
-    )
-    if not plain or one.lead != other.lead or one.fine != other.fine or one.left.ndim < 4:
-        return None
-    left = torch.cat([one.left * one.scale, other.left * other.scale], dim=-1)
-    new = Scores(left, torch.cat([one.right, other.right], dim=-2), (), one.lengths)
-    bias = [s.bias for s in (one, other) if s.bias is not None]
-    new.bias = sum(bias[1:], bias[0]) if bias else None
     return new
 
 
@@ -90,13 +77,13 @@ def _gated(scores: Scores, value: Any) -> Scores | None:
 def _subtract(one: Any, other: Any, *, alpha: Any = 1) -> Scores | None:
     if not isinstance(one, Scores) or isinstance(other, Scores):
         return None
-    if isinstance(other, Peak):
+    if isinstance(other, Derived):
         return _without_peak(one, other)
     return _add(one, -other, alpha=alpha)
 
 
-def _without_peak(scores: Scores, peak: Peak) -> Scores | None:
-    if peak.of is not scores or scores.normal:
+def _without_peak(scores: Scores, peak: Derived) -> Scores | None:
+    if peak.of is not scores or scores.normal or not peak.is_peak:
         return None
     new = scores.copied()
     new.peaked = True
@@ -305,12 +292,13 @@ def _clamp(scores: Any, min: Any = None, max: Any = None) -> Scores | None:
 
 
 @rule("max", "amax", "maximum")
-def _maximum(scores: Any, *args: Any, **kwargs: Any) -> Scores | Peak | None:
+def _maximum(scores: Any, *args: Any, **kwargs: Any) -> Scores | Derived | None:
     if args and isinstance(args[0], Tensor):
         return None if kwargs or len(args) > 1 else _clamp(scores, args[0])
     given = dict(zip(("dim", "keepdim"), args, strict=False)) | kwargs
     rows = given.get("dim") in (None, -1, (-1,), getattr(scores, "ndim", 0) - 1)
-    return Peak(scores) if rows and isinstance(scores, Scores) and not scores.normal else None
+    fits = rows and isinstance(scores, Scores) and not scores.normal
+    return Derived(scores, is_peak=True) if fits else None
 
 
 @rule("transpose")
@@ -333,3 +321,9 @@ def _transpose(scores: Any, *axes: int) -> Scores | None:
         return None
     new.scale, new.dtype, new.peaked = scores.scale, scores.dtype, scores.peaked
     return new
+
+
+@rule("permute")
+def _permute(scores: Any, *_: Any) -> Derived | None:
+    """Weights in another order, for an answer that may be dropped."""
+    return Derived(scores) if isinstance(scores, Scores) and scores.normal else None

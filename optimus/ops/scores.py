@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from optimus.ops.axes import Axes, without_ones
+from optimus.ops.axes import Axes, broadcast, without_ones
 
 # Any length.
 ALWAYS = (1, 1 << 62)
@@ -54,13 +54,13 @@ class Scores:
     ``lead`` are its axes before ``[q, k]`` as the model sees them now, ``fine`` the ones that all
     views share. ``bias`` is added and ``factor`` multiplied, both along the fine axes; ``gate`` is
     a mask of zeros and ones multiplied in that waits for what is added where it is zero, and
-    ``peaked`` says that the largest was taken off.
+    ``peaked`` says that the largest was taken off. ``blocks`` are what ``right`` was made of.
     ``lengths``: the numbers of keys for which the fused kernel was measured to pay.
     """
 
     def __init__(self, left: Tensor, right: Tensor, steps: tuple[Any, ...], lengths: Any) -> None:
         self.left, self.right, self.steps, self.lengths = left, right, steps, lengths
-        self.lead: Axes = tuple(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]))
+        self.lead: Axes = broadcast(left.shape[:-2], right.shape[:-2])
         self.fine: Axes = without_ones(self.lead)
         self.q, self.k = left.shape[-2], right.shape[-1]
         self.scale = 1.0
@@ -70,22 +70,19 @@ class Scores:
         self.filled: Tensor | None = None
         self.zeroed: Tensor | None = None
         self.peaked = self.normal = False
+        self.blocks: tuple[Tensor, ...] = ()
         self.dtype = _product_dtype(left)
         self.real: Tensor | None = None
 
     def copied(self) -> Scores:
         """Another of the same state, to be changed."""
-        new = Scores(self.left, self.right, self.steps, self.lengths)
+        new: Scores = object.__new__(Scores)
         new.become(self)
         return new
 
     def become(self, other: Scores) -> None:
         """Take the state of ``other``: what an in-place operation does."""
-        self.steps, self.lead, self.fine = other.steps, other.lead, other.fine
-        self.scale, self.factor, self.bias = other.scale, other.factor, other.bias
-        self.gate, self.filled, self.zeroed = other.gate, other.filled, other.zeroed
-        self.peaked, self.normal = other.peaked, other.normal
-        self.dtype, self.real = other.dtype, other.real
+        vars(self).update(vars(other))
 
     def dense(self) -> Tensor:
         """The tensor itself. From here on this object is only a name for it."""
@@ -137,11 +134,15 @@ class Scores:
         return respond(func, args, kwargs or {})
 
 
-class Peak:
-    """The largest score of all, or of each row: models take it off, and softmax does not see it."""
+class Derived:
+    """What a model reads off scores and may yet drop, itself unwritten.
 
-    def __init__(self, of: Scores, steps: tuple[Any, ...] = ()) -> None:
-        self.of, self.was, self.steps = of, of.copied(), steps
+    ``is_peak``: the largest score of all, or of each row. Models take it off, and softmax does not
+    see it.
+    """
+
+    def __init__(self, of: Scores, steps: tuple[Any, ...] = (), *, is_peak: bool = False) -> None:
+        self.of, self.was, self.steps, self.is_peak = of, of.copied(), steps, is_peak
 
     def dense(self) -> Tensor:
         """The tensor, by the model's own calls."""
@@ -155,12 +156,13 @@ class Peak:
         # ``torch.max`` along an axis gives values and places; only the values are a peak.
         return self._then(operator.getitem, index) if index == 0 else self.dense()[index]
 
-    def unsqueeze(self, dim: int) -> Peak:
+    def unsqueeze(self, dim: int) -> Derived:
         """The axis that was reduced, put back."""
         return self._then(torch.unsqueeze, dim)
 
-    def _then(self, func: Any, *args: Any) -> Peak:
-        return Peak(self.of, (*self.steps, (func, (SELF, *args), {})))
+    def _then(self, func: Any, *args: Any) -> Derived:
+        steps = (*self.steps, (func, (SELF, *args), {}))
+        return Derived(self.of, steps, is_peak=self.is_peak)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -183,7 +185,7 @@ def _put(value: Any, real: Tensor) -> Any:
     """``value`` with the tensor in the place that stands for it, at any depth."""
     if value is SELF:
         return real
-    if isinstance(value, (Scores, Peak)):
+    if isinstance(value, (Scores, Derived)):
         return value.dense()
     if isinstance(value, (tuple, list)):
         return type(value)([_put(one, real) for one in value])
@@ -199,7 +201,7 @@ def _noted(value: Any) -> Any:
 
 def real(value: Any) -> Any:
     """``value`` with everything unwritten in it replaced by its tensor."""
-    if isinstance(value, (Scores, Peak)):
+    if isinstance(value, (Scores, Derived)):
         return value.dense()
     if type(value) in (tuple, list):
         return type(value)([real(one) for one in value])
@@ -234,7 +236,7 @@ def respond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = None if waits else known(*args, **kwargs)
     if made is None:
         return func(*real(args), **real(kwargs))
-    if not isinstance(made, (Scores, Peak)):
+    if not isinstance(made, (Scores, Derived)):
         return made
     recorded = tuple([SELF if one is subject else _noted(one) for one in args])
     before = subject.steps if isinstance(made, Scores) else ()

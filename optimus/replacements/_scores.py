@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from optimus.core.replacement import LENGTHS, Architecture, Mixin, Replacement
 from optimus.core.surgery import Surgeon
 from optimus.ops.deferred import Deferred
-from optimus.ops.scores import ALWAYS, Scores
+from optimus.ops.scores import ALWAYS, Derived, Scores
 from optimus.replacements._watch import is_watched, records_weights
 
 ASKED = "output_attentions"
@@ -36,9 +36,10 @@ class FusedScores(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; by its own way where somebody reads weights or watches its parts."""
-        if _wanted(self, args, kwargs) or _is_opened(self):
+        lengths = vars(self).get(LENGTHS, ALWAYS)
+        if _extent(args, kwargs) < lengths[0] or _wanted(self, args, kwargs) or _is_opened(self):
             return super().forward(*args, **kwargs)
-        with Deferred(getattr(self, LENGTHS, ALWAYS)):
+        with Deferred(lengths):
             out = super().forward(*args, **kwargs)
         return _written(out)
 
@@ -50,6 +51,18 @@ class FusedDecomposed(FusedScores):
         """``[batch * heads, q, k]``, with what the original adds to zeros."""
         nothing = query.new_zeros(()).expand(attn.shape)
         return attn + super().add_decomposed_rel_pos(nothing, query, *args)  # type: ignore[misc]
+
+
+def _extent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """About how long the longest row of queries is, from the first tensor that comes in.
+
+    Short calls, and so each step of decoding, are not even begun in another way than stock's: at
+    such sizes the bookkeeping of unwritten scores costs more than the scores.
+    """
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor) and one.ndim > 2:
+            return one.numel() // (one.shape[-1] * min(one.shape[0], one.shape[1]) or 1)
+    return ALWAYS[1]
 
 
 def _is_opened(module: nn.Module) -> bool:
@@ -79,6 +92,8 @@ def _written(out: Any) -> Any:
     """Weights that nobody reads are None in the answer, as in that of the host's own SDPA."""
     if isinstance(out, Scores):
         return None if out.normal else out.dense()
+    if isinstance(out, Derived):
+        return None if out.of.normal else out.dense()
     if type(out) in (tuple, list):
         return type(out)([_written(one) for one in out])
     return out

@@ -7,7 +7,6 @@ from optimus.replacements._scores import scores
 ARCHITECTURES = (
     scores("aria", "AriaCrossAttention"),
     scores("evolla", "EvollaSequenceCompressorAttention", "EvollaSequenceAlignerCrossAttention"),
-    scores("idefics2", "Idefics2MultiheadAttentionPoolingHead"),
     scores("phi4_multimodal", "Phi4MultimodalVisionMultiheadAttentionPoolingHead"),
     scores("siglip", "SiglipMultiheadAttentionPoolingHead"),
     scores("siglip2", "Siglip2MultiheadAttentionPoolingHead"),

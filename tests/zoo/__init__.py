@@ -2,7 +2,17 @@
 
 from .configs import quiet, tiny
 from .inputs import inputs
-from .models import build, heads, model_types
+from .models import build, build_from, heads, model_types
 from .overrides import CANNOT, NEEDS
 
-__all__ = ["CANNOT", "NEEDS", "build", "heads", "inputs", "model_types", "quiet", "tiny"]
+__all__ = [
+    "CANNOT",
+    "NEEDS",
+    "build",
+    "build_from",
+    "heads",
+    "inputs",
+    "model_types",
+    "quiet",
+    "tiny",
+]

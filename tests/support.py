@@ -1,0 +1,188 @@
+"""The support table: which model types have their attention on a fused kernel, by running them.
+
+``python tests/support.py --markdown`` prints it for the README; ``make test-all`` compares.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import sweep
+import torch
+import zoo
+from sweep import NOT_SCORES, ON_REQUEST
+
+import optimus
+from optimus.core.planner import JOURNAL
+
+FEATURES = frozenset({"packed-linear", "packed-linear-bf16", "native-bf16"})
+CAPABLE = optimus.Backend("x86", "cpu", "AuthenticAMD", FEATURES)
+START, END = "<!-- attention table -->\n", "\n<!-- /attention table -->"
+HOST, NONE, ABSENT = "host", "none", "absent"
+GROUPS = {
+    "A": "asks the host, which has no SDPA for it",
+    "B": "written out by hand",
+    "C": "by hand, with positions or tables added",
+    "D": "sinks",
+    "E": "soft caps, windows and blocks",
+    "F": "not softmax(QKᵀ)V",
+    "MLA": "values narrower than keys",
+    "islands": "by hand inside a model on SDPA",
+    HOST: "on SDPA without optimus",
+}
+
+_CAP = "a soft cap: claimed where the config sets none; flex attention compiles for 16 s on CPUs"
+_BLOCKS = "block-sparse: dense SDPA would look at what it leaves out"
+_WINDOW = "windows with global tokens, by chunks: dense SDPA is quadratic"
+# Attention that stays written out, by class: its group and why.
+REFUSED = {
+    "BigBirdPegasusSelfAttention": ("E", _BLOCKS),
+    "BigBirdSelfAttention": ("E", f'{_BLOCKS}; attention_type="original_full" is claimed'),
+    "BridgeTowerCrossAttention": ("A", "cross-modal layers give their weights out unasked"),
+    "BridgeTowerSelfAttention": ("A", "cross-modal layers give their weights out unasked"),
+    "Gemma2Attention": ("E", _CAP),
+    "Gemma3nAudioAttention": ("E", "a soft cap on blocks, which no config can leave out"),
+    "Gemma4AudioAttention": ("E", "a soft cap on blocks, which no config can leave out"),
+    "InformerProbSparseAttention": ("F", "only the top queries look, chosen by a sample of keys"),
+    "LEDEncoderSelfAttention": ("E", _WINDOW),
+    "LongformerSelfAttention": ("E", _WINDOW),
+    "MobileViTV2LinearSelfAttention": ("F", "linear: softmax over one context score a token"),
+    "NystromformerSelfAttention": ("F", "a pseudo-inverse of landmarks between two softmaxes"),
+    "PegasusXGlobalLocalAttention": ("E", _WINDOW),
+    "SwiftFormerEfficientAdditiveAttention": ("F", "additive: no scores of pairs"),
+    "T5GemmaCrossAttention": ("E", _CAP),
+    "T5GemmaSelfAttention": ("E", _CAP),
+    "VaultGemmaAttention": ("E", _CAP),
+    "VideoPrismAttention": ("E", _CAP),
+    "VideoPrismMultiheadAttentionPoolingHead": ("E", "its model's soft cap keeps the model eager"),
+    "VitsAttention": ("F", "values have positions of their own, which need the weights"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one model type."""
+
+    model_type: str
+    group: str
+    fused: bool = False
+    reasons: tuple[str, ...] = ()
+    unexplained: frozenset[str] = frozenset()
+    far: float = 0.0
+    grouped: bool = False
+
+
+@functools.cache
+def classify(model_type: str) -> Finding:
+    """Build it, transform a copy, run both on a padded and a full batch, and see what ran."""
+    absent = (zoo.NEEDS | zoo.CANNOT).get(model_type)
+    if absent is not None:
+        needs = f"needs {absent}" if model_type in zoo.NEEDS else absent
+        return Finding(model_type, ABSENT, reasons=(needs,))
+    stock = zoo.build(model_type)
+    mine = sweep.transformed(stock, "auto", CAPABLE)
+    before, after, far = sweep.Seen(), sweep.Seen(), 0.0
+    for padding in ("right", "none"):
+        given = zoo.inputs(stock, padding=padding)
+        expected, seen = sweep.watched(stock, given)
+        before.add(seen)
+        found, seen = sweep.watched(mine, given)
+        after.add(seen)
+        far = max(far, sweep.error(found, expected, stock, given))
+    claims = {claim.replacement for claim in vars(mine)[JOURNAL].plan.claims}
+    return judged(model_type, claims, before, after, far)
+
+
+def judged(
+    model_type: str, claims: set[str], before: sweep.Seen, after: sweep.Seen, far: float
+) -> Finding:
+    """The group and the verdict from what ran before and after."""
+    known = frozenset(NOT_SCORES)
+    left, moved = after.owners(known), before.owners(known) - after.owners(known)
+    explained = [REFUSED[name] for name in sorted(left) if name in REFUSED]
+    grouped = any(sweep.group_of(name) == "GQA" for name in claims)
+    reasons = tuple(dict.fromkeys(reason for _, reason in explained))
+    rest = {"unexplained": frozenset(left - REFUSED.keys()), "far": far, "grouped": grouped}
+    if left:
+        group = explained[0][0] if explained else "?"
+        return Finding(model_type, group, bool(after.fused), reasons, **rest)
+    if moved:
+        groups = {sweep.group_of(name) for name in claims if ".attention." in name}
+        group = next((g for g in GROUPS if g in groups), HOST)
+        return Finding(model_type, group, fused=True, **rest)
+    return Finding(model_type, HOST if after.fused else NONE, bool(after.fused), **rest)
+
+
+def findings() -> list[Finding]:
+    """Of every model type of transformers."""
+    return [classify(model_type) for model_type in zoo.model_types()]
+
+
+def markdown(found: list[Finding]) -> str:
+    """A summary by group, and what is in each."""
+    lines = ["| group | attention | types | on a fused kernel | in part | refused | share |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    attending = [f for f in found if f.group not in (NONE, ABSENT)]
+    for group, what in GROUPS.items():
+        lines.append(_row(group, what, [f for f in attending if f.group == group]))
+    lines.append(_row("all", "softmax attention", attending))
+    lines += [_details(f"{group}: {what}", _of(found, group)) for group, what in GROUPS.items()]
+    lines.append(_details("No softmax attention", _of(found, NONE)))
+    lines.append(_details("Not built here", _of(found, ABSENT)))
+    return "\n".join(lines)
+
+
+def _row(group: str, what: str, found: list[Finding]) -> str:
+    whole = [f for f in found if f.fused and not f.reasons]
+    part = [f for f in found if f.fused and f.reasons]
+    counts = (len(found), len(whole), len(part), len(found) - len(whole) - len(part))
+    share = f"{len(whole) / max(1, len(found)):.0%}"
+    return f"| {group} | {what} | {' | '.join(map(str, counts))} | {share} |"
+
+
+def _of(found: list[Finding], group: str) -> list[Finding]:
+    return [f for f in found if f.group == group]
+
+
+def _details(title: str, found: list[Finding]) -> str:
+    """The types without a remark in one line, then those with a reason, one reason a line."""
+    plain = [f.model_type for f in found if not f.reasons]
+    reasons: dict[str, list[str]] = {}
+    for one in found:
+        if one.reasons:
+            part = "in part: " if one.fused else ""
+            reasons.setdefault(part + "; ".join(one.reasons), []).append(one.model_type)
+    lines = [", ".join(plain)] if plain else []
+    lines += [f"- {', '.join(types)}: {reason}" for reason, types in reasons.items()]
+    body = "\n".join(lines)
+    return f"\n<details><summary>{title} ({len(found)})</summary>\n\n{body}\n\n</details>"
+
+
+def readme() -> str:
+    """The table as the README has it."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    return text.split(START)[1].split(END)[0]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table, or a line for each of the types that are named."""
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with sweep.measured_everywhere():
+        if arguments == ["--markdown"]:
+            sys.stdout.write(markdown(findings()) + "\n")
+        else:
+            for name in arguments or zoo.model_types():
+                sys.stdout.write(f"{classify(name)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
