@@ -5,7 +5,7 @@ BIN := .venv/bin
 # torch first and alone: a package that asks for any torch would fetch the newest, with CUDA.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench
+.PHONY: demo test test-all lint bench
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -13,6 +13,10 @@ demo: .venv/demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# With the sweep over every row and every model type of transformers: about an hour.
+test-all: lint
+	$(BIN)/python -m pytest -m ''
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -49,6 +49,14 @@ WITHIN = {
     "step3p5": "step3p7",
     "unlimited_ocr_text": "unlimited_ocr",
 }
+WRITING = (
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+)
+# Settings under which training draws no random numbers.
+STEADY = {"mask_time_prob": 0.0, "mask_feature_prob": 0.0, "layerdrop": 0.0}
 # What makes a tiny config one of the kind that the row is for.
 CHANGES: dict[str, dict[str, Any]] = {
     "big_bird.attention.scores": {"attention_type": "original_full"},
@@ -64,7 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "vaultgemma.attention.fused": {"attn_logit_softcapping": None},
     "wav2vec2.attention.fused": {"mask_time_prob": 0.0},
     "zoedepth.attention.scores": {
-        "num_patch_transformer_layers": 2,
+        "num_patch_transformer_layers": 4,
         "patch_transformer_hidden_size": 64,
         "patch_transformer_intermediate_size": 96,
         "patch_transformer_num_attention_heads": 4,
@@ -142,16 +150,27 @@ class Row:
         silent = self.name in PARTS or self.model_type == "maskformer-swin"
         return not silent and not self.name.endswith(".grouped")
 
-    def build(self, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-        """A tiny model with sites for it: eager where the row is for who asks for eager."""
+    @property
+    def generates(self) -> bool:
+        """Whether its tiny model writes text."""
+        whole = WITHIN.get(self.model_type, self.model_type)
+        return self.name not in PARTS and zoo.heads(whole)[0] in WRITING
+
+    def build(self, *, steady: bool = False) -> nn.Module:
+        """A tiny model with sites for it: eager where the row is for who asks for eager.
+
+        ``steady``: nothing is dropped or masked at random in training.
+        """
         if self.name in PARTS:
-            return PARTS[self.name].build().to(dtype)
+            return PARTS[self.name].build()
         attention = "eager" if self.name.endswith(".fused") else None
         model_type = WITHIN.get(self.model_type, self.model_type)
         config = changed(zoo.tiny(model_type), CHANGES.get(self.name, {}))
         if self.group == "GQA":
             shared(config)
-        return build_from(config, zoo.heads(model_type)[0], attention, dtype, seed)
+        if steady:
+            changed(zoo.quiet(config), STEADY)
+        return build_from(config, zoo.heads(model_type)[0], attention, torch.float32, 0)
 
     def inputs(self, model: nn.Module, batch: int, padding: str) -> dict[str, Any]:
         """Arguments for it."""
@@ -188,7 +207,7 @@ def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
     """The config with changes wherever a part of it knows them."""
     for key, value in changes.items():
         for part in parts_of(config):
-            if part is config or hasattr(part, key):
+            if hasattr(part, key) or (part is config and key not in STEADY):
                 setattr(part, key, value)
     return config
 

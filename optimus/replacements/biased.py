@@ -6,7 +6,7 @@ from optimus.replacements._scores import FusedDecomposed, scores
 
 ARCHITECTURES = (
     scores("bloom", "BloomAttention"),
-    scores("mpt", "MptAttention"),
+    scores("mpt", "MptBlock"),
     scores("mpnet", "MPNetSelfAttention"),
     scores("cpmant", "CpmAntAttention"),
     scores("deberta", "DisentangledSelfAttention"),

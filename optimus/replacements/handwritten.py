@@ -1,4 +1,8 @@
-"""Softmax attention that its model writes out by hand; a line an architecture."""
+"""Softmax attention that its model writes out by hand; a line an architecture.
+
+A line names the innermost class whose forward is told whether anybody wants the weights: mostly
+the attention itself, a layer or an encoder where the attention always returns them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ ARCHITECTURES = (
     scores("mvp", "MvpAttention"),
     scores("trocr", "TrOCRAttention"),
     scores("led", "LEDDecoderAttention"),
-    scores("prophetnet", "ProphetNetAttention", "ProphetNetNgramSelfAttention"),
+    scores("prophetnet", "ProphetNetEncoderLayer", "ProphetNetDecoderLayer"),
     scores("rembert", "RemBertSelfAttention"),
     scores("roformer", "RoFormerSelfAttention"),
     scores("tapas", "TapasSelfAttention"),
@@ -48,7 +52,7 @@ ARCHITECTURES = (
     scores("pvt", "PvtEfficientSelfAttention"),
     scores("pvt_v2", "PvtV2SelfAttention"),
     scores("mobilevit", "MobileViTSelfAttention"),
-    scores("mgp-str", "MgpstrAttention"),
+    scores("mgp-str", "MgpstrEncoder"),
     scores("timesformer", "TimesformerSelfAttention"),
     scores("groupvit", "GroupViTAttention"),
     scores("dab-detr", "DetrAttention", "DabDetrDecoderLayer"),
@@ -57,8 +61,7 @@ ARCHITECTURES = (
     scores(
         "oneformer",
         "OneFormerTextMapperAttention",
-        "OneFormerTransformerDecoderSelfAttentionLayer",
-        "OneFormerTransformerDecoderCrossAttentionLayer",
+        "OneFormerTransformerDecoderLayer",
         "OneFormerTransformerDecoderQueryTransformerDecoderLayer",
     ),
     scores("omdet-turbo", "OmDetTurboMultiheadAttention"),

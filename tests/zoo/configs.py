@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .overrides import DEFAULTS, SIZES
-from .sizes import HEAD, HEADS, IMAGE, POSITIONS, WIDTH
+from .sizes import HEAD, HEADS, IMAGE, POSITIONS, WIDTH, WINDOW
 
 VOCABULARY, LAYERS = 99, 2
 
@@ -50,7 +50,7 @@ NUMBERS: tuple[tuple[str, int], ...] = (
     (r"d_latents|upsample_groups|output_channels|vector_quantization_hidden_dimension", WIDTH),
     (r".*(num_queries|num_query_tokens|num_latents|num_detection_tokens|num_object_queries)", 8),
     (r"codebook_size|num_embeddings|num_negatives", 32),
-    (r"window_size", 2),
+    (r"window_size", WINDOW),
     (r"num_filters|num_groups|context_size", 4),
 )
 # What some models need although their configs leave it out.

@@ -12,4 +12,6 @@ HEAD = WIDTH // HEADS
 POSITIONS = max(64, 2 * LENGTH)
 # Images of patches of 16 by 16, about as many as there are words.
 IMAGE = max(64, 16 * round(math.sqrt(LENGTH)))
+# Swin's windows are 7 or 8 wide; at tiny sizes there must be more than one of them.
+WINDOW = 2 if LENGTH < 32 else 8
 FRAMES, SAMPLES = 8 * LENGTH, 640 * LENGTH
