@@ -261,7 +261,9 @@ def write(given: argparse.Namespace, ratios: dict[str, dict[str, float]]) -> Non
         f"{machine.processor()}, {given.threads} threads, torch {torch.__version__},"
         f" batch {BATCH}, heads of 64, {datetime.date.today()}"
     )
-    part["ratios"].update(ratios)
+    for one, found in ratios.items():
+        merged = part["ratios"].get(one, {}) | found
+        part["ratios"][one] = dict(sorted(merged.items(), key=lambda item: int(item[0])))
     part["ratios"] = dict(sorted(part["ratios"].items()))
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
 

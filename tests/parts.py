@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ from zoo.models import stir
 
 LENGTHS = (9, 4, 6)
 WIDTH = 64
+FOLDING = SimpleNamespace(
+    sequence_state_dim=WIDTH,
+    sequence_head_width=16,
+    pairwise_state_dim=32,
+    pairwise_head_width=16,
+    dropout=0.0,
+)
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,12 @@ PARTS = {
     ),
     "esm.attention.scores": Part(
         "esm.modeling_esmfold",
-        "EsmFoldSelfAttention",
-        lambda cls: cls(WIDTH, 4, 16, gated=True),
+        "EsmFoldTriangularSelfAttentionBlock",
+        lambda cls: cls(FOLDING),
         lambda shown: {
-            "x": noise(*shown.shape, WIDTH),
+            "sequence_state": noise(*shown.shape, WIDTH),
+            "pairwise_state": noise(len(shown), 9, 9, 32),
             "mask": shown.bool(),
-            "bias": noise(len(shown), 9, 9, 4),
         },
     ),
     "evolla.attention.scores": Part(

@@ -73,7 +73,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "wav2vec2.attention.fused": {"mask_time_prob": 0.0},
     "zoedepth.attention.scores": {
         "num_patch_transformer_layers": 4,
-        "patch_transformer_hidden_size": 64,
+        "patch_transformer_hidden_size": 128,
         "patch_transformer_intermediate_size": 96,
         "patch_transformer_num_attention_heads": 4,
         "bin_configurations": [
@@ -349,7 +349,7 @@ def drift(stock: nn.Module, given: dict[str, Any]) -> float:
 def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
     if mine.shape != stock.shape or mine.dtype != stock.dtype:
         return float("inf")
-    a, b = (_real(t, mask).detach().double() for t in (mine, stock))
+    a, b = (real(t, mask).detach().double() for t in (mine, stock))
     finite = torch.isfinite(b)
     if not torch.equal(finite, torch.isfinite(a)):
         return float("inf")
@@ -360,7 +360,7 @@ def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
     return max(float(away.norm() / b.norm()), float(away.abs().max() / b.abs().max()))
 
 
-def _real(value: Tensor, mask: Tensor | None) -> Tensor:
+def real(value: Tensor, mask: Tensor | None) -> Tensor:
     """The real positions of hidden states, and of the cache's keys ``[batch, heads, length, d]``."""
     if mask is None or value.ndim < 2:
         return value
@@ -369,6 +369,18 @@ def _real(value: Tensor, mask: Tensor | None) -> Tensor:
     if value.ndim == 4 and value.shape[::2] == mask.shape:
         return value.transpose(1, 2)[mask.bool()]
     return value
+
+
+def warm(row: Row, *, steady: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """The stock model after a call, and a ragged batch.
+
+    Some models change at their first call: they keep features of words, or turn sparse attention
+    off for good.
+    """
+    stock = row.build(steady=steady)
+    given = row.inputs(stock, 3, "right")
+    answer(stock, given)
+    return stock, given
 
 
 def transformed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -33,6 +34,10 @@ TRAINED = [row for row in ROWS if Mode.TRAINING in row.replacement.modes]
 # The others ask for a function of the host's interface, which knows nothing of the row.
 WRITTEN = [row for row in ROWS if row.name.endswith(".scores")]
 TYPES = [t for t in zoo.model_types() if t not in zoo.NEEDS and t not in zoo.CANNOT]
+# How many matches it finds depends on the last bit of bf16.
+COUNTING = {"superglue.attention.scores"}
+# Trains only with labels for every part: its gradients are taken in eval mode.
+LABELLED = {"fastspeech2_conformer.attention.scores"}
 GRADIENT, SMALL, FLOOR = 1e-4, 1e-6, 1e-4
 
 
@@ -51,9 +56,8 @@ def on(rows: list[Row]) -> Any:
 
 def pair(row: Row, backend: optimus.Backend, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     """The stock model, a transformed copy, and a ragged batch."""
-    stock = row.build()
-    mine = sweep.transformed(stock, row.recipe, backend, **options)
-    return stock, mine, row.inputs(stock, 3, "right")
+    stock, given = sweep.warm(row)
+    return stock, sweep.transformed(stock, row.recipe, backend, **options), given
 
 
 def assert_same(mine: nn.Module, stock: nn.Module, given: dict[str, Any]) -> None:
@@ -80,9 +84,8 @@ def test_keys_and_loading(row: Row, capable):
 @on(ROWS)
 def test_returning_and_idempotence(row: Row, capable):
     """Twice is once; then every class, table, flag and byte is back."""
-    model = row.build()
+    model, given = sweep.warm(row)
     before, twins = snapshot(model), ties(model)
-    given = row.inputs(model, 3, "right")
     expected = sweep.answer(model, given)
     for _ in range(2):
         optimus.transform(model, row.recipe, backend=capable, check=False)
@@ -113,8 +116,9 @@ def test_independence(row: Row, capable):
 @on(ROWS)
 def test_company(row: Row, capable):
     """Hooks on every module see what they see on the stock model, now and afterwards."""
-    stock, mine = row.build(), row.build()
-    given = row.inputs(stock, 3, "right")
+    stock, given = sweep.warm(row)
+    # Not two models: those share what transformers has one of for all, such as activations.
+    mine = copy.deepcopy(stock)
     seen, seen_of_stock = watch(mine), watch(stock)
     sweep.answer(stock, given)
     for step in ("transform", "reverse"):
@@ -132,8 +136,7 @@ def test_company(row: Row, capable):
 @on(ROWS)
 def test_accelerate_hooks(row: Row, capable):
     """accelerate's hooks come before or after, and go."""
-    stock = row.build()
-    given = row.inputs(stock, 3, "right")
+    stock, given = sweep.warm(row)
     for first in ("hook", "transform"):
         mine, hook = copy.deepcopy(stock), Counting()
         if first == "transform":
@@ -152,12 +155,11 @@ def test_accelerate_hooks(row: Row, capable):
 
 def gradients(model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
     """What one backward pass leaves on every parameter."""
-    model.train()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         output = model(**given)
     mask = sweep.mask_of(given)
-    learned = [sweep._real(t, mask) for _, t in tensors(output) if t.requires_grad]
+    learned = [sweep.real(t, mask) for _, t in tensors(output) if t.requires_grad]
     finite = [t[torch.isfinite(t)] for t in learned]
     sum(t.float().pow(2).mean() for t in finite if t.numel()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -166,9 +168,10 @@ def gradients(model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
 @on(TRAINED)
 def test_gradients(row: Row, capable):
     """Of every parameter, without dropout."""
-    stock = row.build(steady=True)
+    stock, given = sweep.warm(row, steady=True)
     mine = sweep.transformed(stock, row.recipe, capable, mode="training")
-    given = row.inputs(stock, 3, "right")
+    for model in (stock, mine):
+        model.train(mode=row.name not in LABELLED)
     theirs, ours = gradients(stock, given), gradients(mine, given)
     assert ours.keys() == theirs.keys()
     scale = max(float(g.norm()) for g in theirs.values())
@@ -185,30 +188,32 @@ def narrowed(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@on([row for row in ROWS if not row.name.endswith(".fused")])
+@on([row for row in ROWS if not row.name.endswith(".fused") and row.name not in COUNTING])
 def test_bf16(row: Row, capable):
     """At most twice as far from fp32 as the stock model in bf16; rows by the host refuse bf16."""
-    wide = row.build()
-    given = row.inputs(wide, 3, "right")
+    wide, given = sweep.warm(row)
     stock = copy.deepcopy(wide).bfloat16()
     mine = sweep.transformed(stock, row.recipe, capable)
-    exact, mask = sweep.answer(wide, given), sweep.mask_of(given)
-    errors = []
-    for model in (stock, mine):
-        found = dict(tensors(sweep.answer(model, narrowed(given))))
-        pairs = [(found[k].float(), v.float()) for k, v in tensors(exact)]
-        errors.append(max(float((a - b).norm() / b.norm()) for a, b in reals(pairs, mask)))
-    assert errors[1] <= 2 * errors[0] + FLOOR
+    exact, narrow = sweep.answer(wide, given), narrowed(given)
+    try:
+        theirs = away(sweep.answer(stock, narrow), exact, given)
+    except RuntimeError as error:
+        # Stock models that mix dtypes do not run in bf16; the transformed ones say the same.
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            sweep.answer(mine, narrow)
+        return
+    assert away(sweep.answer(mine, narrow), exact, given) <= 2 * theirs + FLOOR
 
 
-def reals(pairs: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Real positions that are finite in both."""
-    kept = []
-    for pair in pairs:
-        a, b = (sweep._real(t, mask) for t in pair)
+def away(narrow: Any, exact: Any, given: dict[str, Any]) -> float:
+    """The largest relative error of any output at real positions."""
+    found, mask, far = dict(tensors(narrow)), sweep.mask_of(given), 0.0
+    for key, value in tensors(exact):
+        a, b = sweep.real(found[key], mask).float(), sweep.real(value, mask).float()
         finite = torch.isfinite(a) & torch.isfinite(b)
-        kept.append((a[finite], b[finite]))
-    return [(a, b) for a, b in kept if float(b.norm()) > 0]
+        if float(b[finite].norm()):
+            far = max(far, float((a - b)[finite].norm() / b[finite].norm()))
+    return far
 
 
 @on([row for row in ROWS if row.generates])

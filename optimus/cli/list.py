@@ -8,6 +8,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from optimus.core import costs
 from optimus.core.backend import BACKENDS, Mode
 from optimus.core.registry import Registry
 from optimus.core.replacement import ANY_MODE, EVERYWHERE, Architecture, Pass, Replacement
@@ -35,7 +36,10 @@ def _modes(modes: frozenset[Mode]) -> str:
 def _kind(one: Replacement) -> tuple[str, ...]:
     """What a replacement does, without the architecture that its name begins with."""
     part = one.name.partition(".")[2]
-    return part, one.fidelity.value, _modes(one.modes), _backends(one.backends)
+    if one.because:
+        return part, "refused, with the reason", "", ""
+    where = costs.backends(one.name) if one.gated else one.backends
+    return part, one.fidelity.value, _modes(one.modes), _backends(where)
 
 
 def rows(registry: Registry) -> list[tuple[str, ...]]:
@@ -65,6 +69,8 @@ def _replacement_data(replacement: Replacement) -> dict[str, object]:
         "fidelity": replacement.fidelity.value,
         "modes": sorted(mode.value for mode in replacement.modes),
         "backends": sorted(replacement.backends),
+        "gated": replacement.gated,
+        "because": replacement.because,
     }
 
 

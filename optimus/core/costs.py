@@ -65,13 +65,28 @@ def key(context: Context) -> str:
     return f"{backend.name}/{'native-' if native else ''}{kind}"
 
 
+def backends(name: str) -> frozenset[str]:
+    """Where the table says that a replacement pays, in some dtype."""
+    return frozenset(
+        kind.partition("/")[0]
+        for kind in _table()
+        if isinstance(found := _found(name, kind), Measured) and found.lengths
+    )
+
+
 def measured(name: str, context: Context) -> Measured | Refusal:
     """What the table says of a replacement; a refusal where it says nothing, or no gain."""
-    part = _table().get(key(context), {})
+    found = _found(name, key(context))
+    if found is None:
+        return Refusal(f"not measured on {key(context)}")
+    return found if found.lengths else Refusal(f"does not pay: {found}")
+
+
+def _found(name: str, kind: str) -> Measured | None:
+    part = _table().get(kind, {})
     ratios = part.get("ratios", {})
     found = ratios.get(name) or ratios.get("*." + name.partition(".")[2])
     if not found:
-        return Refusal(f"not measured on {key(context)}")
+        return None
     pairs = tuple(sorted((int(length), ratio) for length, ratio in found.items()))
-    made = Measured(pairs, part["where"])
-    return made if made.lengths else Refusal(f"does not pay: {made}")
+    return Measured(pairs, part["where"])

@@ -73,6 +73,7 @@ def transform(
         _apply(root, made, registry)
         journal: Journal = vars(root)[JOURNAL]
         journal.verification = before if isinstance(before, str) else _settle(root, before)
+        _limit(root, journal)
     except BaseException:
         if is_transformed(root):
             reverse(root)
@@ -93,6 +94,7 @@ def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> 
             return model
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     _apply(root, made, registry)
+    _limit(root, vars(root)[JOURNAL])
     _commit(vars(root)[JOURNAL])
     return model
 
@@ -160,9 +162,19 @@ def _operate(root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon) -> 
         mixin = cast(Replacement, known[claim.replacement]).mixin
         module = root.get_submodule(claim.path)
         mixin.setup(module, surgeon)
-        if claim.lengths is not None:
-            surgeon.set_attribute(module, LENGTHS, claim.lengths)
         surgeon.reclass(module, reclassed(mixin, type(module)))
+
+
+def _limit(root: nn.Module, journal: Journal) -> None:
+    """From here on, swaps that pay from some length up only serve such calls.
+
+    Not before the check: its probe is short, and has to see the swap.
+    """
+    surgeon = Surgeon(root)
+    surgeon.edits = journal.edits
+    for claim in journal.plan.claims:
+        if claim.lengths is not None:
+            surgeon.set_attribute(root.get_submodule(claim.path), LENGTHS, claim.lengths)
 
 
 def _fetch(edits: list[Edit]) -> None:

@@ -94,6 +94,7 @@ class Replacement:
 
     ``targets`` are ``"module:Class"`` strings, matched along the MRO, so that nothing has to be
     imported to match. ``gated``: claimed only where the table of ``costs`` says that it pays.
+    ``because``: why its sites are always left alone, for a rule that is there to say so.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Replacement:
     modes: frozenset[Mode] = ANY_MODE
     backends: frozenset[str] = EVERYWHERE
     gated: bool = False
+    because: str = ""
 
     def claims(self, site: Site) -> bool:
         """Whether the site's class is, or derives from, a target."""
@@ -112,6 +114,8 @@ class Replacement:
         """Why a claimed site must be left alone, or None."""
         cls = type(site.module)
         target = self._target(cls)
+        if self.because:
+            return Refusal(self.because)
         if target is not None and cls.forward is not target.forward:
             return Refusal(f"{cls.__qualname__} overrides the forward of {target.__qualname__}")
         if _is_patched(site.module):

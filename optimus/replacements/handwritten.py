@@ -38,6 +38,7 @@ ARCHITECTURES = (
     scores("canine", "CanineSelfAttention"),
     scores("convbert", "ConvBertSelfAttention"),
     scores("big_bird", "BigBirdSelfAttention"),
+    scores("bigbird_pegasus", "BigBirdPegasusSelfAttention"),
     scores("ibert", "IBertSelfAttention"),
     scores("luke", "LukeSelfAttention"),
     scores("lilt", "LiltSelfAttention"),
