@@ -104,7 +104,7 @@ PARTS = {
         lambda shown: {
             "sequence_state": noise(*shown.shape, WIDTH),
             "pairwise_state": noise(len(shown), 9, 9, 32),
-            "mask": shown.bool(),
+            "mask": shown.float(),
         },
     ),
     "evolla.attention.scores": Part(
@@ -145,7 +145,9 @@ PARTS = {
         },
     ),
     "got_ocr2.attention.scores": Part(
-        "got_ocr2.modeling_got_ocr2", "GotOcr2VisionEncoder", _of("vision_config", "got_ocr2"),
+        "got_ocr2.modeling_got_ocr2",
+        "GotOcr2VisionEncoder",
+        _of("vision_config", "got_ocr2"),
         _images,
     ),
     "phi4_multimodal.attention.scores": Part(

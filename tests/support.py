@@ -14,7 +14,8 @@ from pathlib import Path
 import sweep
 import torch
 import zoo
-from sweep import NOT_SCORES, ON_REQUEST
+from sweep import NOT_SCORES
+from torch import nn
 
 import optimus
 from optimus.core.planner import JOURNAL
@@ -32,35 +33,13 @@ GROUPS = {
     "F": "not softmax(QKᵀ)V",
     "MLA": "values narrower than keys",
     "islands": "by hand inside a model on SDPA",
+    "on request": "eager unless asked otherwise, and asked by optimus",
     HOST: "on SDPA without optimus",
+    "?": "left, and not explained",
 }
 
-_CAP = "a soft cap: claimed where the config sets none; flex attention compiles for 16 s on CPUs"
-_BLOCKS = "block-sparse: dense SDPA would look at what it leaves out"
-_WINDOW = "windows with global tokens, by chunks: dense SDPA is quadratic"
-# Attention that stays written out, by class: its group and why.
-REFUSED = {
-    "BigBirdPegasusSelfAttention": ("E", _BLOCKS),
-    "BigBirdSelfAttention": ("E", f'{_BLOCKS}; attention_type="original_full" is claimed'),
-    "BridgeTowerCrossAttention": ("A", "cross-modal layers give their weights out unasked"),
-    "BridgeTowerSelfAttention": ("A", "cross-modal layers give their weights out unasked"),
-    "Gemma2Attention": ("E", _CAP),
-    "Gemma3nAudioAttention": ("E", "a soft cap on blocks, which no config can leave out"),
-    "Gemma4AudioAttention": ("E", "a soft cap on blocks, which no config can leave out"),
-    "InformerProbSparseAttention": ("F", "only the top queries look, chosen by a sample of keys"),
-    "LEDEncoderSelfAttention": ("E", _WINDOW),
-    "LongformerSelfAttention": ("E", _WINDOW),
-    "MobileViTV2LinearSelfAttention": ("F", "linear: softmax over one context score a token"),
-    "NystromformerSelfAttention": ("F", "a pseudo-inverse of landmarks between two softmaxes"),
-    "PegasusXGlobalLocalAttention": ("E", _WINDOW),
-    "SwiftFormerEfficientAdditiveAttention": ("F", "additive: no scores of pairs"),
-    "T5GemmaCrossAttention": ("E", _CAP),
-    "T5GemmaSelfAttention": ("E", _CAP),
-    "VaultGemmaAttention": ("E", _CAP),
-    "VideoPrismAttention": ("E", _CAP),
-    "VideoPrismMultiheadAttentionPoolingHead": ("E", "its model's soft cap keeps the model eager"),
-    "VitsAttention": ("F", "values have positions of their own, which need the weights"),
-}
+# Refusals of rows that are for another way of loading the model.
+ELSEWHERE = "attention is "
 
 
 @dataclass(frozen=True)
@@ -93,28 +72,44 @@ def classify(model_type: str) -> Finding:
         found, seen = sweep.watched(mine, given)
         after.add(seen)
         far = max(far, sweep.error(found, expected, stock, given))
-    claims = {claim.replacement for claim in vars(mine)[JOURNAL].plan.claims}
-    return judged(model_type, claims, before, after, far)
+    plan = vars(mine)[JOURNAL].plan
+    claims = {c.replacement for c in plan.claims if ".attention." in c.replacement}
+    return judged(model_type, claims, _refusals(stock, plan), before, after, far)
+
+
+def _refusals(stock: nn.Module, plan: optimus.Plan) -> dict[str, tuple[str, str]]:
+    """Which class is refused: the group of the row that does, and why."""
+    return {
+        type(stock.get_submodule(path)).__qualname__: (sweep.group_of(name), why.reason)
+        for path, name, why in plan.refusals
+        if ".attention." in name and not why.reason.startswith(ELSEWHERE)
+    }
 
 
 def judged(
-    model_type: str, claims: set[str], before: sweep.Seen, after: sweep.Seen, far: float
+    model_type: str,
+    claims: set[str],
+    refused: dict[str, tuple[str, str]],
+    before: sweep.Seen,
+    after: sweep.Seen,
+    far: float,
 ) -> Finding:
     """The group and the verdict from what ran before and after."""
-    known = frozenset(NOT_SCORES)
-    left, moved = after.owners(known), before.owners(known) - after.owners(known)
-    explained = [REFUSED[name] for name in sorted(left) if name in REFUSED]
-    grouped = any(sweep.group_of(name) == "GQA" for name in claims)
-    reasons = tuple(dict.fromkeys(reason for _, reason in explained))
-    rest = {"unexplained": frozenset(left - REFUSED.keys()), "far": far, "grouped": grouped}
-    if left:
-        group = explained[0][0] if explained else "?"
-        return Finding(model_type, group, bool(after.fused), reasons, **rest)
-    if moved:
-        groups = {sweep.group_of(name) for name in claims if ".attention." in name}
-        group = next((g for g in GROUPS if g in groups), HOST)
-        return Finding(model_type, group, fused=True, **rest)
-    return Finding(model_type, HOST if after.fused else NONE, bool(after.fused), **rest)
+    left = [path for path in after.written if not NOT_SCORES.keys() & set(path)]
+    moved = before.owners(frozenset(NOT_SCORES)) - {path[0] for path in left}
+    why = {path[0]: next((refused[c] for c in path if c in refused), None) for path in left}
+    groups = {group for group, _ in filter(None, why.values())}
+    groups = groups or ({"?"} if left else {sweep.group_of(c) for c in claims} if moved else set())
+    group = next((g for g in [*GROUPS, "?"] if g in groups), HOST if after.fused else NONE)
+    return Finding(
+        model_type,
+        group,
+        fused=bool(after.fused),
+        reasons=tuple(dict.fromkeys(reason for _, reason in filter(None, why.values()))),
+        unexplained=frozenset(name for name, reason in why.items() if reason is None),
+        far=far,
+        grouped=any(sweep.group_of(c) == "GQA" for c in claims),
+    )
 
 
 def findings() -> list[Finding]:

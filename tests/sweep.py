@@ -27,6 +27,7 @@ from optimus.core.planner import JOURNAL, Recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Replacement
 from optimus.replacements import biased, decoders, handwritten, hosted, islands
+from optimus.replacements import refused as refused_rows
 
 CLOSE = 5e-6
 PADDINGS = ("none", "right", "left", "ragged")
@@ -36,7 +37,8 @@ GROUPS = {
     "B": handwritten.ARCHITECTURES,
     "C": biased.ARCHITECTURES,
     "D": hosted.SINKS,
-    "E": hosted.CAPPED,
+    "E": (*hosted.CAPPED, *refused_rows.SPARSE),
+    "F": refused_rows.OTHER,
     "MLA": decoders.LATENT,
     "GQA": decoders.GROUPED,
     "islands": islands.ARCHITECTURES,
@@ -60,6 +62,7 @@ STEADY = {"mask_time_prob": 0.0, "mask_feature_prob": 0.0, "layerdrop": 0.0}
 # What makes a tiny config one of the kind that the row is for.
 CHANGES: dict[str, dict[str, Any]] = {
     "big_bird.attention.scores": {"attention_type": "original_full"},
+    "bigbird_pegasus.attention.scores": {"attention_type": "original_full"},
     "gemma2.attention.fused": {"attn_logit_softcapping": None},
     "hubert.attention.fused": {"mask_time_prob": 0.0},
     "informer.attention.fused": {"attention_type": "full"},
@@ -199,8 +202,13 @@ def rows() -> list[Row]:
         Row(a.model_type, r, group_of(r.name))
         for a in Registry.installed().architectures
         for r in a.replacements
-        if ".attention." in r.name
+        if ".attention." in r.name and not r.because
     ]
+
+
+def refused() -> list[Replacement]:
+    """Every registered refusal of a kind of attention."""
+    return [r for r in Registry.installed().replacements if r.because]
 
 
 def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_capped_row_says_why(name: str, capable):
     reasons = {why.reason for _, refused, why in refusals if refused == name}
     assert reasons
     assert all(CAPPED[name] in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("row", sweep.refused(), ids=lambda row: row.name)
+def test_refused_classes_exist(row):
+    """A refusal names classes that transformers has: under another name they would be silent."""
+    for target in row.targets:
+        module, _, name = target.partition(":")
+        assert hasattr(importlib.import_module(module), name)
 
 
 def test_every_row_is_in_the_readme():

