@@ -40,6 +40,12 @@ GROUPS = {
 
 # Refusals of rows that are for another way of loading the model.
 ELSEWHERE = "attention is "
+# What no row is for, and why none is.
+LEFT = {
+    "BridgeTowerCrossAttention": ("A", "its layers give their weights out unasked"),
+    "BridgeTowerSelfAttention": ("A", "its layers give their weights out unasked"),
+    "VideoPrismMultiheadAttentionPoolingHead": ("E", "the model's soft cap keeps it eager"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,6 @@ class Finding:
     reasons: tuple[str, ...] = ()
     unexplained: frozenset[str] = frozenset()
     far: float = 0.0
-    grouped: bool = False
 
 
 @functools.cache
@@ -79,7 +84,7 @@ def classify(model_type: str) -> Finding:
 
 def _refusals(stock: nn.Module, plan: optimus.Plan) -> dict[str, tuple[str, str]]:
     """Which class is refused: the group of the row that does, and why."""
-    return {
+    return LEFT | {
         type(stock.get_submodule(path)).__qualname__: (sweep.group_of(name), why.reason)
         for path, name, why in plan.refusals
         if ".attention." in name and not why.reason.startswith(ELSEWHERE)
@@ -98,6 +103,9 @@ def judged(
     left = [path for path in after.written if not NOT_SCORES.keys() & set(path)]
     moved = before.owners(frozenset(NOT_SCORES)) - {path[0] for path in left}
     why = {path[0]: next((refused[c] for c in path if c in refused), None) for path in left}
+    if not left and not after.fused:
+        # Attention that takes no softmax at all.
+        why = {name: reason for name, reason in refused.items() if reason[0] == "F"}
     groups = {group for group, _ in filter(None, why.values())}
     groups = groups or ({"?"} if left else {sweep.group_of(c) for c in claims} if moved else set())
     group = next((g for g in [*GROUPS, "?"] if g in groups), HOST if after.fused else NONE)
@@ -108,13 +116,17 @@ def judged(
         reasons=tuple(dict.fromkeys(reason for _, reason in filter(None, why.values()))),
         unexplained=frozenset(name for name, reason in why.items() if reason is None),
         far=far,
-        grouped=any(sweep.group_of(c) == "GQA" for c in claims),
     )
 
 
 def findings() -> list[Finding]:
-    """Of every model type of transformers."""
-    return [classify(model_type) for model_type in zoo.model_types()]
+    """Of every model type of transformers, and of rows whose type no auto class builds."""
+    named = [sweep.WITHIN.get(row.model_type, row.model_type) for row in sweep.rows()]
+    others = sorted(set(named) - set(zoo.model_types()))
+    why = ("no auto class has it under its own name; its rows are tested on their parts",)
+    return [classify(model_type) for model_type in zoo.model_types()] + [
+        Finding(model_type, ABSENT, reasons=why) for model_type in others
+    ]
 
 
 def markdown(found: list[Finding]) -> str:
@@ -122,18 +134,18 @@ def markdown(found: list[Finding]) -> str:
     lines = ["| group | attention | types | on a fused kernel | in part | refused | share |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     attending = [f for f in found if f.group not in (NONE, ABSENT)]
-    for group, what in GROUPS.items():
-        lines.append(_row(group, what, [f for f in attending if f.group == group]))
-    lines.append(_row("all", "softmax attention", attending))
-    lines += [_details(f"{group}: {what}", _of(found, group)) for group, what in GROUPS.items()]
+    present = {group: what for group, what in GROUPS.items() if _of(found, group)}
+    lines += [_row(group, what, _of(found, group)) for group, what in present.items()]
+    lines.append(_row("all", "attention", attending))
+    lines += [_details(f"{group}: {what}", _of(found, group)) for group, what in present.items()]
     lines.append(_details("No softmax attention", _of(found, NONE)))
     lines.append(_details("Not built here", _of(found, ABSENT)))
     return "\n".join(lines)
 
 
 def _row(group: str, what: str, found: list[Finding]) -> str:
-    whole = [f for f in found if f.fused and not f.reasons]
-    part = [f for f in found if f.fused and f.reasons]
+    whole = [f for f in found if f.fused and not f.reasons and not f.unexplained]
+    part = [f for f in found if f.fused and f not in whole]
     counts = (len(found), len(whole), len(part), len(found) - len(whole) - len(part))
     share = f"{len(whole) / max(1, len(found)):.0%}"
     return f"| {group} | {what} | {' | '.join(map(str, counts))} | {share} |"

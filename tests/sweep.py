@@ -1,4 +1,4 @@
-"""What the tests of all rows and of all model types share: models, answers, and what ran in them."""
+"""What the tests of all rows and of all model types share: models, answers, and what ran."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
 
 
 def real(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The real positions of hidden states, and of the cache's keys ``[batch, heads, length, d]``."""
+    """The real positions of hidden states, and of ``[batch, heads, length, width]``."""
     if mask is None or value.ndim < 2:
         return value
     if value.shape[:2] == mask.shape:

@@ -21,6 +21,7 @@ from uses import bump, watch
 
 import optimus
 from optimus.core.backend import Mode
+from optimus.core.errors import NothingToDoError
 from optimus.core.paths import ties
 
 pytestmark = [
@@ -192,7 +193,11 @@ def test_bf16(row: Row, capable):
     """At most twice as far from fp32 as the stock model in bf16; rows by the host refuse bf16."""
     wide, given = sweep.warm(row)
     stock = copy.deepcopy(wide).bfloat16()
-    mine = sweep.transformed(stock, row.recipe, capable)
+    try:
+        mine = sweep.transformed(stock, row.recipe, capable)
+    except NothingToDoError as refusal:
+        assert "half float rounds" in str(refusal)  # noqa: PT017 - most rows are not refused
+        return
     exact, narrow = sweep.answer(wide, given), narrowed(given)
     try:
         theirs = away(sweep.answer(stock, narrow), exact, given)

@@ -45,6 +45,8 @@ class Deferred(TorchFunctionMode):
             return self.sum_of_product(func, args, kwargs)
         if name == "einsum":
             return self.contraction(func, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            return called(func, *args, **kwargs)
         if name == "multi_head_attention_forward":
             # torch takes its own fused kernel where the weights are not asked for.
             return func(*args, **{**kwargs, "need_weights": False})
@@ -192,6 +194,28 @@ def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
         # Else the lowest number of the wider type would become minus infinity.
         bias = bias.clamp(min=torch.finfo(dtype).min)
     return bias.to(dtype)
+
+
+def called(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """A call of SDPA by the model itself, with operands that torch would not give to its kernel.
+
+    It takes its unfused path where keys are to be broadcast over heads (Falcon), where values are
+    narrower (Conditional DETR), and where a last axis is not dense (Inkling).
+    """
+    if not kwargs.get("enable_gqa"):
+        lead = query.shape[:-2]
+        key, value = (one.expand(*lead, *one.shape[-2:]) for one in (key, value))
+    if kwargs.get("scale") is None:
+        kwargs["scale"] = query.shape[-1] ** -0.5
+    mask = kwargs.get("attn_mask")
+    if mask is not None and mask.stride(-1) != 1:
+        kwargs["attn_mask"] = mask.contiguous()
+    size = max(query.shape[-1], value.shape[-1])
+    operands = [_padded(one, size) for one in (query, key, value)]
+    out: Tensor = func(*operands, *args, **kwargs)
+    return out[..., : value.shape[-1]]
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.core.backend import CPUS, Context
+from optimus.core.backend import Context
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.sinks import sink_attention
 from optimus.ops.varlen import varlen_attention
+from optimus.replacements._watch import records_weights
 
 FUSED = "optimus_fused"
 UNPADDED = "optimus_unpadded"
@@ -54,7 +55,7 @@ def fused_attention(
     if "sequences" in kwargs:
         return unpadded_attention(module, query, key, value, attention_mask, **kwargs)
     mask = _selected(attention_mask, query, key, kwargs.pop("indices", None))
-    if _needs_stock(query, key, mask, kwargs):
+    if _needs_stock(module, query, key, mask, kwargs):
         return _stock(module, query, key, value, mask, **kwargs)
     if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
         return _with_sinks(module, query, key, value, mask, **kwargs)
@@ -70,7 +71,9 @@ def _stock(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
     return out, weights
 
 
-def _needs_stock(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+def _needs_stock(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> bool:
     """Where weights, dropout or a soft cap are asked for, nothing is, or the caller's own mask is
     boolean (eager adds what SDPA takes as a choice); and where a bias is learned, for which the
     kernels have no gradient.
@@ -78,7 +81,8 @@ def _needs_stock(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[s
     return bool(
         kwargs.get("dropout")
         or kwargs.get("softcap") is not None
-        or _weights_wanted(kwargs)
+        or kwargs.get("output_attentions")
+        or records_weights(module)
         or (mask is not None and not mask.is_floating_point())
         or any(_is_learned(t) for t in (mask, kwargs.get("position_bias")))
         or 0 in (*query.shape, *key.shape)
@@ -118,14 +122,6 @@ def _with_sinks(
     if out is None:
         return _stock(module, query, key, value, mask, **kwargs)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _weights_wanted(kwargs: dict[str, Any]) -> bool:
-    from transformers.utils.output_capturing import _active_collector
-
-    # Not every model hands the argument down to its attention (GPT-2): ask the recorder too.
-    recorded = _active_collector.get() or {}
-    return bool(kwargs.get("output_attentions")) or any("attentions" in key for key in recorded)
 
 
 def unpadded_attention(
@@ -206,11 +202,7 @@ class HostSwitch:
 
 
 class FusedAttention(Mixin):
-    """A decoder or encoder whose eager attention runs on SDPA. Only the config is changed.
-
-    Measured against transformers' eager functions (12 heads of 64, one thread, Zen 5): fp32 2.1 to
-    3.2x, fp16 3.5 to 12x; bf16 0.45x up to 256 tokens, and so refused.
-    """
+    """A decoder or encoder whose eager attention runs on SDPA. Only the config is changed."""
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
@@ -218,8 +210,6 @@ class FusedAttention(Mixin):
         name = getattr(config, "_attn_implementation", None)
         if name != "eager":
             return Refusal(f"attention is already {name}")
-        if context.dtype is torch.bfloat16 and context.backend.name in CPUS:
-            return Refusal("bf16 SDPA is slower than eager on CPUs: 0.45x measured at 256 tokens")
         return _unfit_config(site.module) or _unfit_source(site.module)
 
     @classmethod

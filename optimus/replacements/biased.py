@@ -35,6 +35,10 @@ ARCHITECTURES = (
     scores("got_ocr2", "GotOcr2VisionAttention"),
     scores("slanext", "SLANeXtVisionAttention"),
     scores("pp_formulanet", "PPFormulaNetVisionAttention"),
-    scores("esm", "transformers.models.esm.modeling_esmfold:EsmFoldSelfAttention"),
+    scores(
+        "esm",
+        "transformers.models.esm.modeling_esmfold:EsmFoldSelfAttention",
+        "transformers.models.esm.modeling_esmfold:EsmFoldAttention",
+    ),
     scores("longt5", "LongT5LocalAttention", "LongT5TransientGlobalAttention"),
 )

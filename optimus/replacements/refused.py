@@ -32,6 +32,11 @@ _POINTS = "weighs a few sampled points, not keys"
 SPARSE = (
     refused("big_bird", "BigBirdBlockSparseAttention", because=_BLOCKS),
     refused("bigbird_pegasus", "BigBirdPegasusBlockSparseAttention", because=_BLOCKS),
+    refused(
+        "bridgetower",
+        "BridgeTowerBertCrossLayer",
+        because="its layers give their weights out unasked",
+    ),
     refused("dinat", "NeighborhoodAttention", because="neighbourhoods in two dimensions: natten"),
     refused("gemma3n", "Gemma3nAudioAttention", because=_CAPPED),
     refused("gemma4", "Gemma4AudioAttention", because=_CAPPED),
