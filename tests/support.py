@@ -40,12 +40,6 @@ GROUPS = {
 
 # Refusals of rows that are for another way of loading the model.
 ELSEWHERE = "attention is "
-# What no row is for, and why none is.
-LEFT = {
-    "BridgeTowerCrossAttention": ("A", "its layers give their weights out unasked"),
-    "BridgeTowerSelfAttention": ("A", "its layers give their weights out unasked"),
-    "VideoPrismMultiheadAttentionPoolingHead": ("E", "the model's soft cap keeps it eager"),
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def classify(model_type: str) -> Finding:
 
 def _refusals(stock: nn.Module, plan: optimus.Plan) -> dict[str, tuple[str, str]]:
     """Which class is refused: the group of the row that does, and why."""
-    return LEFT | {
+    return {
         type(stock.get_submodule(path)).__qualname__: (sweep.group_of(name), why.reason)
         for path, name, why in plan.refusals
         if ".attention." in name and not why.reason.startswith(ELSEWHERE)

@@ -33,7 +33,7 @@ CLOSE = 5e-6
 PADDINGS = ("none", "right", "left", "ragged")
 # By which file and which tuple of it a row stands.
 GROUPS = {
-    "A": hosted.GUARDED,
+    "A": (*hosted.GUARDED, *refused_rows.GIVEN),
     "B": handwritten.ARCHITECTURES,
     "C": biased.ARCHITECTURES,
     "D": hosted.SINKS,
@@ -46,6 +46,7 @@ GROUPS = {
 # Types that are a part of another one, which is what can be built.
 WITHIN = {
     "emu3_text_model": "emu3",
+    "inkling": "inkling_text",
     "mllama_text_model": "mllama",
     "paddleocr_vl_text": "paddleocr_vl",
     "step3p5": "step3p7",

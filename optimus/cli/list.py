@@ -37,7 +37,7 @@ def _kind(one: Replacement) -> tuple[str, ...]:
     """What a replacement does, without the architecture that its name begins with."""
     part = one.name.partition(".")[2]
     if one.because:
-        return part, "refused, with the reason", "", ""
+        return part, "refused", "", ""
     where = costs.backends(one.name) if one.gated else one.backends
     return part, one.fidelity.value, _modes(one.modes), _backends(where)
 

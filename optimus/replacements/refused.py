@@ -28,15 +28,19 @@ _WINDOW = "windows with global tokens, by chunks: dense SDPA is quadratic"
 _CAPPED = "a soft cap on blocks, which no config can leave out"
 _POINTS = "weighs a few sampled points, not keys"
 
-# A fused kernel of another kind would do: flex attention, natten.
-SPARSE = (
-    refused("big_bird", "BigBirdBlockSparseAttention", because=_BLOCKS),
-    refused("bigbird_pegasus", "BigBirdPegasusBlockSparseAttention", because=_BLOCKS),
+# Their callers keep the weights, asked or not.
+GIVEN = (
     refused(
         "bridgetower",
         "BridgeTowerBertCrossLayer",
         because="its layers give their weights out unasked",
     ),
+)
+
+# A fused kernel of another kind would do: flex attention, natten.
+SPARSE = (
+    refused("big_bird", "BigBirdBlockSparseAttention", because=_BLOCKS),
+    refused("bigbird_pegasus", "BigBirdPegasusBlockSparseAttention", because=_BLOCKS),
     refused("dinat", "NeighborhoodAttention", because="neighbourhoods in two dimensions: natten"),
     refused("gemma3n", "Gemma3nAudioAttention", because=_CAPPED),
     refused("gemma4", "Gemma4AudioAttention", because=_CAPPED),
@@ -105,4 +109,4 @@ OTHER = (
     ),
 )
 
-ARCHITECTURES = (*SPARSE, *OTHER)
+ARCHITECTURES = (*GIVEN, *SPARSE, *OTHER)
