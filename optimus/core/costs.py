@@ -18,8 +18,8 @@ import torch
 from optimus.core.backend import Context
 from optimus.core.errors import Refusal
 
-# A ratio from here up is a gain; noise is about five in a hundred.
-GAIN = 1.05
+# What a claim has to bring at some length that is not extreme.
+GAIN, USUAL = 1.3, 1000
 LONGEST = 1 << 62
 
 
@@ -32,16 +32,18 @@ class Measured:
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """The first number of keys from which on it never was slower, and the last; None if none.
+        """The first number of keys from which on it never was slower, and the last.
 
-        Below the shortest measured length it is taken to be as there.
+        None where it nowhere brings what a claim has to. Below the shortest measured length it is
+        taken to be as there.
         """
         first = 1
         for length, ratio in self.ratios:
             if ratio < 1:
                 first = length + 1
         longer = [length for length, _ in self.ratios if length >= first]
-        if not longer or all(ratio < GAIN for _, ratio in self.ratios):
+        gains = [ratio for length, ratio in self.ratios if length <= USUAL]
+        if not longer or max(gains, default=0.0) < GAIN:
             return None
         return (1 if longer[0] == self.ratios[0][0] else longer[0]), LONGEST
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .overrides import DEFAULTS, SIZES
-from .sizes import HEAD, HEADS, IMAGE, POSITIONS, WIDTH, WINDOW
+from .sizes import HEAD, HEADS, IMAGE, POSITIONS, TINY_POSITIONS, WIDTH, WINDOW
 
 VOCABULARY, LAYERS = 99, 2
 
@@ -193,6 +193,8 @@ def _number(name: str, value: int) -> int:
     small = _tiny_number(name)
     # A window of more than that is counted in pixels.
     in_pixels = name == "window_size" and value > 32
+    if small == POSITIONS > TINY_POSITIONS:
+        return small
     return value if small is None or in_pixels else min(small, value)
 
 

@@ -9,7 +9,8 @@ LENGTH = int(os.environ.get("ZOO_LENGTH", "9"))
 WIDTH = int(os.environ.get("ZOO_WIDTH", "64"))
 HEADS = int(os.environ.get("ZOO_HEADS", "4"))
 HEAD = WIDTH // HEADS
-POSITIONS = max(64, 2 * LENGTH)
+TINY_POSITIONS = 64
+POSITIONS = max(TINY_POSITIONS, 2 * LENGTH)
 # Images of patches of 16 by 16, about as many as there are words.
 IMAGE = max(64, 16 * round(math.sqrt(LENGTH)))
 # Swin's windows are 7 or 8 wide; at tiny sizes there must be more than one of them.
