@@ -10,6 +10,7 @@ resident set in the step above that before it (on CUDA, the allocator's own peak
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -77,16 +78,14 @@ def step(given: argparse.Namespace) -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "tests"))
     import zoo
 
-    import optimus
-
     torch.set_num_threads(given.threads)
     config = zoo.quiet(zoo.tiny(given.family))
     model = zoo.build_from(config, zoo.heads(given.family)[0], None, getattr(torch, given.dtype), 0)
     model.to(given.device)
-    inputs = {k: v.to(given.device) for k, v in zoo.inputs(model, batch=BATCH).items()}
+    inputs = zoo.inputs(model, batch=BATCH, padding="none")
+    inputs = {k: v.to(given.device) for k, v in inputs.items()}
     if given.side == "fused":
-        recipe = optimus.Recipe("fused", ((f"{given.family}.attention.scores",),))
-        optimus.transform(model, recipe, mode="training", check=False)
+        transform(model, given.family)
     model.train()
     teacher = torch.optim.SGD(model.parameters(), lr=1e-3)
     run(model, inputs, teacher)
@@ -96,6 +95,19 @@ def step(given: argparse.Namespace) -> dict[str, float]:
             loss = run(model, inputs, teacher)
     result["seconds"] = (time.perf_counter() - begin) / STEPS
     return {**result, "loss": loss}
+
+
+def transform(model: Any, family: str) -> None:
+    """Fused attention alone, whether or not it is known to pay."""
+    import optimus
+    from optimus.core.registry import Registry
+    from optimus.core.replacement import Architecture
+
+    rule = Registry.installed()[f"{family}.attention.scores"]
+    free = dataclasses.replace(rule, gated=False)
+    only = Registry([Architecture(model_type=family, replacements=(free,))])
+    recipe = optimus.Recipe("fused", ((rule.name,),))
+    optimus.transform(model, recipe, mode="training", check=False, registry=only)
 
 
 def run(model: Any, inputs: dict[str, Any], teacher: Any) -> float:

@@ -162,10 +162,22 @@ def test_a_row_without_keys_comes_out_even(fill):
     mask = holes(B, 1, Q, K)
     mask[0, :, 2] = True
     steps = [lambda s: s.masked_fill(mask, fill)]
-    stock, _, _ = outcome(steps, deferred=False)
-    mine, _, seen = outcome(steps, deferred=True)
+    with torch.no_grad(), Kernels() as seen, Deferred():
+        mine = attention(steps, *operands())
     assert seen.fused == 1
-    assert torch.allclose(mine, stock, atol=2e-6)
+    assert torch.allclose(mine, attention(steps, *operands()), atol=2e-6)
+
+
+def test_rows_without_keys_learn_like_stock():
+    """The kernel's own backward pass would weigh every key of such a row as if it were alone."""
+    mask = holes(B, 1, Q, K)
+    mask[0, :, 2] = True
+    steps = [lambda s: s.masked_fill(mask, LOWEST)]
+    stock, slopes, _ = outcome(steps, deferred=False)
+    mine, ours, seen = outcome(steps, deferred=True)
+    assert seen.fused == 0
+    assert torch.equal(mine, stock)
+    assert all(torch.equal(a, b) for a, b in zip(ours, slopes, strict=True))
 
 
 def test_zeroed_probabilities():
@@ -177,7 +189,7 @@ def test_zeroed_probabilities():
         scores = (q @ k.transpose(-1, -2)).masked_fill(mask, -1e9)
         return torch.matmul(scores.softmax(-1).masked_fill(mask, 0.0), v)
 
-    q, k, v = operands()
+    q, k, v = (t.detach() for t in operands())
     with Kernels() as seen, Deferred():
         mine = zeroed(q, k, v)
     assert seen.fused == 1

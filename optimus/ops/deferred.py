@@ -14,7 +14,7 @@ import optimus.ops.rules  # noqa: F401  (fills the table that ``respond`` reads)
 from optimus.ops.axes import Axes, broadcast, halves
 from optimus.ops.einsum import as_product
 from optimus.ops.joins import concatenated
-from optimus.ops.scores import ALWAYS, Derived, Scores, first, real, respond
+from optimus.ops.scores import ALWAYS, MASKED, Derived, Scores, first, real, respond
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 
@@ -162,10 +162,26 @@ def _fits(scores: Scores, value: Tensor) -> bool:
         and tuple(value.shape[:-2]) == scores.lead
         and prod(scores.lead) > 0
         and value.is_floating_point()
-        # A learned bias that is being trained takes the kernel's slow path, which writes
-        # the scores out after all: then rather the model's own.
-        and not (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+        and not (bias is not None and _learns(scores, value) and spoils_gradients(bias))
     )
+
+
+def _learns(scores: Scores, value: Tensor) -> bool:
+    operands = (scores.left, scores.right, value, scores.bias, scores.factor)
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in operands])
+
+
+def spoils_gradients(bias: Tensor) -> bool:
+    """Whether the kernel would not give the right gradients with this bias, or gives none of it.
+
+    Of a bias that is learned the kernels have no gradient, and torch takes its slow path. Of a row
+    whose keys are all masked they keep a logarithm that has swallowed the number of keys, and go
+    back through weights that sum to that number instead of to one. While tracing, that cannot be
+    looked up.
+    """
+    if bias.requires_grad or torch.compiler.is_compiling():
+        return True
+    return bool((bias.amax(-1) <= MASKED).any())
 
 
 def _scaled(scores: Scores) -> Tensor:

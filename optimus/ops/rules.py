@@ -14,10 +14,8 @@ from torch import Tensor
 
 from optimus.ops.axes import Axes, refined, spread
 from optimus.ops.joins import summed
-from optimus.ops.scores import Derived, Scores, rule
+from optimus.ops.scores import MASKED, Derived, Scores, rule
 
-# Fills from here down are masks: what they leave of a softmax is exactly zero.
-MASKED = -1e4
 # Added to any score this gives one number, so that a row whose keys are all masked comes out
 # even, as it does where the fill takes the place of the scores.
 SWALLOWS = -1e30

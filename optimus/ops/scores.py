@@ -21,6 +21,8 @@ from torch.overrides import handle_torch_function
 
 from optimus.ops.axes import Axes, broadcast, without_ones
 
+# Fills from here down are masks: what they leave of a softmax is exactly zero.
+MASKED = -1e4
 # Any length.
 ALWAYS = (1, 1 << 62)
 

@@ -25,6 +25,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
+from optimus.ops.deferred import spoils_gradients
 from optimus.ops.sinks import sink_attention
 from optimus.ops.varlen import varlen_attention
 from optimus.replacements._watch import records_weights
@@ -57,7 +58,7 @@ def fused_attention(
     mask = _selected(attention_mask, query, key, kwargs.pop("indices", None))
     if _needs_stock(module, query, key, mask, kwargs):
         return _stock(module, query, key, value, mask, **kwargs)
-    if kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None:
+    if _has_sinks(kwargs):
         return _with_sinks(module, query, key, value, mask, **kwargs)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -75,8 +76,8 @@ def _needs_stock(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
     """Where weights, dropout or a soft cap are asked for, nothing is, or the caller's own mask is
-    boolean (eager adds what SDPA takes as a choice); and where a bias is learned, for which the
-    kernels have no gradient.
+    boolean (eager adds what SDPA takes as a choice); and where the kernels' gradients would be
+    wrong: of a learned bias, and of rows without keys. Those with sinks are ours and right.
     """
     return bool(
         kwargs.get("dropout")
@@ -86,7 +87,17 @@ def _needs_stock(
         or (mask is not None and not mask.is_floating_point())
         or any(_is_learned(t) for t in (mask, kwargs.get("position_bias")))
         or 0 in (*query.shape, *key.shape)
+        or (
+            mask is not None
+            and not _has_sinks(kwargs)
+            and torch.is_grad_enabled()
+            and spoils_gradients(mask)
+        )
     )
+
+
+def _has_sinks(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("s_aux") is not None or kwargs.get("sinks") is not None
 
 
 def _is_learned(bias: Tensor | None) -> bool:
