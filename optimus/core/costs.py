@@ -34,8 +34,8 @@ class Measured:
     def lengths(self) -> tuple[int, int] | None:
         """The first number of keys from which on it never was slower, and the last.
 
-        None where it nowhere brings what a claim has to. Below the shortest measured length it is
-        taken to be as there.
+        None where it nowhere brings what a claim has to. Below the shortest measured length
+        nothing is known, and nothing claimed.
         """
         first = 1
         for length, ratio in self.ratios:
@@ -45,7 +45,7 @@ class Measured:
         gains = [ratio for length, ratio in self.ratios if length <= USUAL]
         if not longer or max(gains, default=0.0) < GAIN:
             return None
-        return (1 if longer[0] == self.ratios[0][0] else longer[0]), LONGEST
+        return longer[0], LONGEST
 
     def __str__(self) -> str:
         found = ", ".join(f"{ratio:.2f}x at {length}" for length, ratio in self.ratios)

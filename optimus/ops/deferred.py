@@ -167,8 +167,10 @@ def _fits(scores: Scores, value: Tensor) -> bool:
 
 
 def _learns(scores: Scores, value: Tensor) -> bool:
-    operands = (scores.left, scores.right, value, scores.bias, scores.factor)
-    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in operands])
+    for one in (scores.left, scores.right, value, scores.bias, scores.factor):
+        if one is not None and one.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def spoils_gradients(bias: Tensor) -> bool:
