@@ -39,7 +39,7 @@ def _kind(one: Replacement) -> tuple[str, ...]:
     if one.because:
         return part, "refused", "", ""
     where = costs.backends(one.name) if one.gated else one.backends
-    return part, one.fidelity.value, _modes(one.modes), _backends(where)
+    return part, one.fidelity.value, _modes(one.modes), _backends(where) or "none pays yet"
 
 
 def rows(registry: Registry) -> list[tuple[str, ...]]:
