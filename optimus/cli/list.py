@@ -39,7 +39,7 @@ def _kind(one: Replacement) -> tuple[str, ...]:
     if one.because:
         return part, "refused", "", ""
     where = costs.backends(one.name) if one.gated else one.backends
-    return part, one.fidelity.value, _modes(one.modes), _backends(where) or "none pays yet"
+    return part, one.fidelity.value, _modes(one.modes), _backends(where) or "none yet"
 
 
 def rows(registry: Registry) -> list[tuple[str, ...]]:
@@ -49,7 +49,8 @@ def rows(registry: Registry) -> list[tuple[str, ...]]:
         for one in architecture.replacements:
             kinds.setdefault(_kind(one), {})[architecture.model_type] = None
     swaps = [(*kind, ", ".join(names)) for kind, names in sorted(kinds.items())]
-    if plain := [a.model_type for a in registry.architectures if not a.replacements]:
+    own = {a.model_type for a in registry.architectures if a.replacements}
+    if plain := [a.model_type for a in registry.architectures if a.model_type not in own]:
         swaps.append(("what `any` has", "", "", "", ", ".join(plain)))
     return swaps + [
         (one.name, one.fidelity.value, "", _backends(one.backends), "the whole model")

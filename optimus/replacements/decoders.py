@@ -6,9 +6,12 @@ neither, the plan says so.
 
 from __future__ import annotations
 
-from optimus.core.backend import CPUS, Mode
+from optimus.core.backend import Mode
 from optimus.core.replacement import Architecture, Replacement
 from optimus.replacements._grouped import GroupedAttention
+
+
+MEASURED = frozenset({"x86"})
 
 
 def decoder(
@@ -20,7 +23,7 @@ def decoder(
         targets=(f"transformers.models.{folder or family}.modeling_{family}:{model}",),
         mixin=GroupedAttention,
         modes=frozenset({Mode.INFERENCE}),
-        backends=CPUS,
+        backends=MEASURED,
     )
     return Architecture(model_type=model_type or family, replacements=(row,))
 
