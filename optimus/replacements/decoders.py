@@ -10,7 +10,6 @@ from optimus.core.backend import Mode
 from optimus.core.replacement import Architecture, Replacement
 from optimus.replacements._grouped import GroupedAttention
 
-
 MEASURED = frozenset({"x86"})
 
 
