@@ -91,7 +91,7 @@ def distance(mine: Any, stock: Any, mask: Tensor | None) -> float:
 def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
     if mine.shape != stock.shape:
         return float("inf")
-    a, b = (_defined(t.detach(), mask).double() for t in (mine, stock))
+    a, b = (defined(t.detach(), mask).double() for t in (mine, stock))
     finite = torch.isfinite(b)
     if not torch.equal(finite, torch.isfinite(a)):
         return float("inf")
@@ -99,7 +99,8 @@ def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
     return float((a - b).norm() / b.norm()) if not torch.equal(a, b) else 0.0
 
 
-def _defined(value: Tensor, mask: Tensor | None) -> Tensor:
+def defined(value: Tensor, mask: Tensor | None) -> Tensor:
+    """The real positions of hidden states, and of ``[batch, heads, length, width]``."""
     if mask is None or value.ndim < 2:
         return value
     if value.shape[:2] == mask.shape:

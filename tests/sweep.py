@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import zoo
 from parts import PARTS
-from snapshots import tensors
+from snapshots import defined, tensors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
@@ -358,7 +358,7 @@ def drift(stock: nn.Module, given: dict[str, Any]) -> float:
 def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
     if mine.shape != stock.shape or mine.dtype != stock.dtype:
         return float("inf")
-    a, b = (real(t, mask).detach().double() for t in (mine, stock))
+    a, b = (defined(t, mask).detach().double() for t in (mine, stock))
     finite = torch.isfinite(b)
     if not torch.equal(finite, torch.isfinite(a)):
         return float("inf")
@@ -367,17 +367,6 @@ def _apart(mine: Tensor, stock: Tensor, mask: Tensor | None) -> float:
         return 0.0
     away = a - b
     return max(float(away.norm() / b.norm()), float(away.abs().max() / b.abs().max()))
-
-
-def real(value: Tensor, mask: Tensor | None) -> Tensor:
-    """The real positions of hidden states, and of ``[batch, heads, length, width]``."""
-    if mask is None or value.ndim < 2:
-        return value
-    if value.shape[:2] == mask.shape:
-        return value[mask.bool()]
-    if value.ndim == 4 and value.shape[::2] == mask.shape:
-        return value.transpose(1, 2)[mask.bool()]
-    return value
 
 
 def warm(row: Row, *, steady: bool = False) -> tuple[nn.Module, dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 import zoo
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from laws import Counting, classes, hooks
-from snapshots import identical, snapshot, tensors, values
+from snapshots import defined, identical, snapshot, tensors, values
 from sweep import CAPPED, CLOSE, Row
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -159,7 +159,7 @@ def gradients(model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         output = model(**given)
     mask = sweep.mask_of(given)
-    learned = [sweep.real(t, mask) for _, t in tensors(output) if t.requires_grad]
+    learned = [defined(t, mask) for _, t in tensors(output) if t.requires_grad]
     finite = [t[torch.isfinite(t)] for t in learned]
     sum(t.float().pow(2).mean() for t in finite if t.numel()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -211,7 +211,7 @@ def away(narrow: Any, exact: Any, given: dict[str, Any]) -> float:
     """The largest relative error of any output at real positions."""
     found, mask, far = dict(tensors(narrow)), sweep.mask_of(given), 0.0
     for key, value in tensors(exact):
-        a, b = sweep.real(found[key], mask).float(), sweep.real(value, mask).float()
+        a, b = defined(found[key], mask).float(), defined(value, mask).float()
         finite = torch.isfinite(a) & torch.isfinite(b)
         if float(b[finite].norm()):
             far = max(far, float((a - b)[finite].norm() / b[finite].norm()))

@@ -14,7 +14,8 @@ import optimus.ops.rules  # noqa: F401  (fills the table that ``respond`` reads)
 from optimus.ops.axes import Axes, broadcast, halves
 from optimus.ops.einsum import as_product
 from optimus.ops.joins import concatenated
-from optimus.ops.scores import ALWAYS, MASKED, Derived, Scores, first, real, respond
+from optimus.ops.kernels import spoils_gradients, widened
+from optimus.ops.scores import ALWAYS, Derived, Scores, first, real, respond
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 
@@ -143,7 +144,8 @@ def attended(scores: Scores, value: Tensor) -> Tensor | None:
         bias = bias.reshape(prod(along[:cut]), prod(along[cut:]), *bias.shape[-2:])
         bias = _narrowed(bias, value.dtype)
     packed = value.reshape(batch, heads, *value.shape[-2:])
-    out = _kernel(query, key, packed, bias, scores.scale)
+    sdpa = F.scaled_dot_product_attention
+    out = called(sdpa, query, key, packed, attn_mask=bias, scale=scores.scale)
     out = out.reshape(*scores.lead, *out.shape[-2:])
     if scores.zeroed is not None:
         empty = scores.zeroed.all(-1, keepdim=True).expand(*scores.fine, scores.q, 1)
@@ -171,19 +173,6 @@ def _learns(scores: Scores, value: Tensor) -> bool:
         if one is not None and one.requires_grad:
             return torch.is_grad_enabled()
     return False
-
-
-def spoils_gradients(bias: Tensor) -> bool:
-    """Whether the kernel would not give the right gradients with this bias, or gives none of it.
-
-    Of a bias that is learned the kernels have no gradient, and torch takes its slow path. Of a row
-    whose keys are all masked they keep a logarithm that has swallowed the number of keys, and go
-    back through weights that sum to that number instead of to one. While tracing, that cannot be
-    looked up.
-    """
-    if bias.requires_grad or torch.compiler.is_compiling():
-        return True
-    return bool((bias.amax(-1) <= MASKED).any())
 
 
 def _scaled(scores: Scores) -> Tensor:
@@ -217,10 +206,10 @@ def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
 def called(
     func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """A call of SDPA by the model itself, with operands that torch would not give to its kernel.
+    """A call of SDPA, with operands that torch would else not give to its fused kernel.
 
-    It takes its unfused path where keys are to be broadcast over heads (Falcon), where values are
-    narrower (Conditional DETR), and where a last axis is not dense (Inkling).
+    Its unfused path is for keys that are to be broadcast over heads (Falcon), for values that are
+    narrower (Conditional DETR), and for a last axis that is not dense (Inkling).
     """
     if not kwargs.get("enable_gqa"):
         lead = query.shape[:-2]
@@ -231,21 +220,6 @@ def called(
     if mask is not None and mask.stride(-1) != 1:
         kwargs["attn_mask"] = mask.contiguous()
     size = max(query.shape[-1], value.shape[-1])
-    operands = [_padded(one, size) for one in (query, key, value)]
+    operands = [widened(one, size) for one in (query, key, value)]
     out: Tensor = func(*operands, *args, **kwargs)
     return out[..., : value.shape[-1]]
-
-
-def _kernel(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The fused kernel takes one head size, contiguous: values are padded to that of the keys."""
-    wide, narrow = query.shape[-1], value.shape[-1]
-    size = max(wide, narrow)
-    query, key, value = (_padded(one, size) for one in (query, key, value))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    return out[..., :narrow]
-
-
-def _padded(value: Tensor, size: int) -> Tensor:
-    if value.shape[-1] < size:
-        return F.pad(value, (0, size - value.shape[-1]))
-    return value if value.stride(-1) == 1 else value.contiguous()

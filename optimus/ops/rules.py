@@ -303,15 +303,9 @@ def _maximum(scores: Any, *args: Any, **kwargs: Any) -> Scores | Derived | None:
 def _transpose(scores: Any, *axes: int) -> Scores | None:
     """The same products from the keys' side, as long as nothing was added."""
     plain = isinstance(scores, Scores) and scores.factor is scores.gate is scores.bias is None
-    if (
-        not plain
-        or scores.normal
-        or {a % scores.ndim for a in axes}
-        != {
-            scores.ndim - 2,
-            scores.ndim - 1,
-        }
-    ):
+    if not plain or scores.normal:
+        return None
+    if {axis % scores.ndim for axis in axes} != {scores.ndim - 2, scores.ndim - 1}:
         return None
     left, right = scores.right.transpose(-1, -2), scores.left.transpose(-1, -2)
     new = Scores(left, right, (), scores.lengths)

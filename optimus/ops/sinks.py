@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from optimus.ops.kernels import widened
+
 # The memory-efficient kernel reads the bias in 16 bytes at a time, whatever its dtype.
 ALIGNMENT = 8
 
@@ -32,21 +34,13 @@ def sink_attention(
     if query.device.type not in ("cpu", "cuda") or (learning and query.is_cuda):
         return None
     width = max(query.shape[-1], value.shape[-1])
-    q, k, v = (_widened(t, width) for t in (query, key, value))
+    q, k, v = (widened(t, width) for t in (query, key, value))
     if learning:
         out: Tensor = _Learned.apply(q, k, v, sinks, mask, scale)  # type: ignore[no-untyped-call]
     else:
         out, lse = (_on_cuda if query.is_cuda else _on_cpu)(q, k, v, mask, scale)
         out = _shared(out, lse, sinks)
     return out[..., : value.shape[-1]]
-
-
-def _widened(tensor: Tensor, width: int) -> Tensor:
-    """Zeros in new columns change no product; the kernels want one width, densely laid."""
-    missing = width - tensor.shape[-1]
-    if missing:
-        return pad(tensor, (0, missing))
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _shared(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.ops.deferred import spoils_gradients
+from optimus.ops.kernels import spoils_gradients
 from optimus.ops.sinks import sink_attention
 from optimus.ops.varlen import varlen_attention
 from optimus.replacements._watch import records_weights
@@ -55,7 +55,7 @@ def fused_attention(
     """
     if "sequences" in kwargs:
         return unpadded_attention(module, query, key, value, attention_mask, **kwargs)
-    mask = _selected(attention_mask, query, key, kwargs.pop("indices", None))
+    mask = selected(attention_mask, query, key, kwargs.pop("indices", None))
     if _needs_stock(module, query, key, mask, kwargs):
         return _stock(module, query, key, value, mask, **kwargs)
     if _has_sinks(kwargs):
@@ -104,7 +104,7 @@ def _is_learned(bias: Tensor | None) -> bool:
     return bias is not None and bias.requires_grad and torch.is_grad_enabled()
 
 
-def _selected(
+def selected(
     mask: Tensor | None, query: Tensor, key: Tensor, indices: Tensor | None
 ) -> Tensor | None:
     """``mask`` without the keys that sparse ``indices [batch, length, top]`` leave out.

@@ -23,6 +23,12 @@ DECODER: dict[str, Any] = {**ENCODER, "num_key_value_heads": 2, "pad_token_id": 
 MODELING = "transformers.models.{0}.modeling_{0}:{1}"
 
 
+def targets(model_type: str, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Classes of the type's own modeling file, or of another where a name has a ``module:``."""
+    family = model_type.replace("-", "_")
+    return tuple(one if ":" in one else MODELING.format(family, one) for one in classes)
+
+
 def unpadded(family: str, model: str, *, mixin: type[Mixin] = Unpadded) -> Replacement:
     """The encoder ``model`` of the modeling file of ``family``, over packed tokens."""
     return Replacement(

@@ -36,7 +36,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.replacements._attention import switch
+from optimus.replacements._attention import selected, switch
 
 GROUPED = "optimus_grouped"
 # What SDPA has no argument for, and what a call must not lose.
@@ -65,7 +65,9 @@ def grouped_attention(
             f"{type(module).__name__} passes attention sinks, which SDPA would ignore. "
             "Load the model with attn_implementation='eager'."
         )
-    mask = _selected(attention_mask, query, key, kwargs.pop("indices", None))
+    indices, mask = kwargs.pop("indices", None), attention_mask
+    if mask is not None:
+        mask = selected(mask, query, key, indices)
     if not _is_for_host(query, kwargs):
         if query.shape[1] > key.shape[1] and query.shape[2] == 1:
             return _one_row(query, key, value, mask, kwargs.get("scaling")), None
@@ -77,19 +79,6 @@ def grouped_attention(
             out = _host(module, query, key, value, mask, **kwargs)[0]
             return out[..., :width].contiguous(), None
     return _host(module, query, key, value, mask, **kwargs)
-
-
-def _selected(
-    mask: Tensor | None, query: Tensor, key: Tensor, indices: Tensor | None
-) -> Tensor | None:
-    """``mask`` without the keys that sparse ``indices [batch, length, top]`` do not name."""
-    if indices is None or mask is None:
-        return mask
-    left_out = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
-    left_out = left_out.scatter(-1, indices.long(), value=False).unsqueeze(1)
-    if mask.dtype is torch.bool:
-        return mask & ~left_out
-    return mask.masked_fill(left_out, torch.finfo(query.dtype).min)
 
 
 def _is_for_host(query: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -18,11 +18,11 @@ from optimus.core.replacement import LENGTHS, Architecture, Mixin, Replacement
 from optimus.core.surgery import Surgeon
 from optimus.ops.deferred import Deferred
 from optimus.ops.scores import ALWAYS, Derived, Scores
+from optimus.replacements._families import targets
 from optimus.replacements._watch import is_watched, records_weights
 
 ASKED = "output_attentions"
 PLACE = "_optimus_asked"
-MODELING = "transformers.models.{0}.modeling_{0}:{1}"
 
 
 class FusedScores(Mixin):
@@ -112,14 +112,12 @@ def _written(out: Any) -> Any:
 
 def scores(model_type: str, *classes: str, mixin: type[Mixin] = FusedScores) -> Architecture:
     """The row of an architecture: its attention classes, with ``module:`` where it is another."""
-    family = model_type.replace("-", "_")
-    named = (one if ":" in one else MODELING.format(family, one) for one in classes)
     return Architecture(
         model_type=model_type,
         replacements=(
             Replacement(
                 name=f"{model_type}.attention.scores",
-                targets=tuple(named),
+                targets=targets(model_type, classes),
                 mixin=mixin,
                 gated=True,
             ),

@@ -7,16 +7,14 @@ own elsewhere.
 from __future__ import annotations
 
 from optimus.core.replacement import Architecture, Mixin, Replacement
-
-MODELING = "transformers.models.{0}.modeling_{0}:{1}"
+from optimus.replacements._families import targets
 
 
 def refused(model_type: str, *classes: str, because: str) -> Architecture:
     """The row of classes that stay as they are, with ``module:`` where it is not the type's own."""
-    family = model_type.replace("-", "_")
     row = Replacement(
         name=f"{model_type}.attention.unfused",
-        targets=tuple(c if ":" in c else MODELING.format(family, c) for c in classes),
+        targets=targets(model_type, classes),
         mixin=Mixin,
         because=because,
     )
