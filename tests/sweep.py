@@ -26,6 +26,7 @@ from optimus.core import costs
 from optimus.core.planner import JOURNAL, Recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Replacement
+from optimus.ops import capped
 from optimus.replacements import biased, decoders, handwritten, hosted, islands
 from optimus.replacements import refused as refused_rows
 
@@ -64,7 +65,6 @@ STEADY = {"mask_time_prob": 0.0, "mask_feature_prob": 0.0, "layerdrop": 0.0}
 CHANGES: dict[str, dict[str, Any]] = {
     "big_bird.attention.scores": {"attention_type": "original_full"},
     "bigbird_pegasus.attention.scores": {"attention_type": "original_full"},
-    "gemma2.attention.fused": {"attn_logit_softcapping": None},
     "hubert.attention.fused": {"mask_time_prob": 0.0},
     "informer.attention.fused": {"attention_type": "full"},
     "longt5.attention.fused": {"decoder_start_token_id": 1},
@@ -72,8 +72,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "patchtsmixer.attention.fused": {"self_attn": True},
     "switch_transformers.attention.fused": {"decoder_start_token_id": 1},
     "t5.attention.fused": {"decoder_start_token_id": 1},
-    "t5gemma.attention.fused": {"attn_logit_softcapping": None},
-    "vaultgemma.attention.fused": {"attn_logit_softcapping": None},
     "wav2vec2.attention.fused": {"mask_time_prob": 0.0},
     "zoedepth.attention.scores": {
         "num_patch_transformer_layers": 4,
@@ -120,8 +118,8 @@ NOT_SCORES = {
     ),
     _POINTS,
 )
-# Rows that claim nothing on a CPU whatever the config says, by the refusal.
-CAPPED = {"videoprism.attention.fused": "a soft cap of 50"}
+# Rows with a soft cap on the scores, which have no backward pass.
+CAPPED = frozenset(f"{a.model_type}.attention.fused" for a in hosted.CAPPED)
 # Those that the host can run on SDPA by itself, for who has loaded them in eager.
 ON_REQUEST = "on request"
 
@@ -284,15 +282,24 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.__name__.partition(".")[0]
-        if name.startswith("_scaled_dot_product"):
+        softmax = name in ("_softmax", "_safe_softmax") and _is_of_scores(*args[:2])
+        if name.startswith("_scaled_dot_product") or (softmax and _in_a_tile()):
             self.seen.fused += 1
-        elif name in ("_softmax", "_safe_softmax") and _is_of_scores(*args[:2]):
+        elif softmax:
             self.seen.written[_callers()] += 1
         return func(*args, **(kwargs or {}))
 
 
 def _is_of_scores(scores: Tensor, axis: int) -> bool:
     return scores.ndim >= 3 and axis in (-1, scores.ndim - 1)
+
+
+def _in_a_tile() -> bool:
+    """Whether it is a tile of a soft-capped attention, whose scores are never written whole."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals["__name__"] != capped.__name__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _callers() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 import support
 import sweep
 from snapshots import identical
-from sweep import CAPPED, CLOSE, NOT_SCORES, PADDINGS, Row
+from sweep import CLOSE, NOT_SCORES, PADDINGS, Row
 from torch import nn
 
 import optimus
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning"),
 ]
 
-ROWS = [row for row in sweep.rows() if row.name not in CAPPED]
+ROWS = sweep.rows()
 # Attention of the claimed models that is another row's, or refused.
 STAYS = {
     "inkling.attention.grouped": ["InklingAttention"],
@@ -80,16 +80,6 @@ def test_weights_asked_for_are_the_stock_ones(row: Row, capable):
     expected = sweep.answer(stock, given, output_attentions=True)
     found = sweep.answer(mine, given, output_attentions=True)
     assert sweep.apart(found, expected, sweep.mask_of(given)) <= CLOSE
-
-
-@pytest.mark.parametrize("name", CAPPED)
-def test_a_capped_row_says_why(name: str, capable):
-    """What no config can leave out is refused by name."""
-    row = next(row for row in sweep.rows() if row.name == name)
-    refusals = optimus.plan(row.build(), backend=capable).refusals
-    reasons = {why.reason for _, refused, why in refusals if refused == name}
-    assert reasons
-    assert all(CAPPED[name] in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("row", sweep.refused(), ids=lambda row: row.name)

@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 
+from torch import Tensor
+
 Axes = tuple[int, ...]
 
 
@@ -79,3 +81,14 @@ def halves(fine: Axes, shape: Axes) -> tuple[int, Axes]:
 def _merges(fine: Axes, shape: Axes) -> bool:
     wide = [have == 1 for size, have in zip(fine, shape, strict=True) if size > 1]
     return all(wide) or not any(wide)
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """One of what was expanded along an axis before the last: the rest are the same numbers.
+
+    XLM spreads its mask of keys over all heads and queries before it fills with it.
+    """
+    for axis in range(tensor.ndim - 1):
+        if tensor.stride(axis) == 0 and tensor.shape[axis] > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor

@@ -78,10 +78,11 @@ class Deferred(TorchFunctionMode):
         bias, left, right = given["input"], given["batch1"], given["batch2"]
         if first((bias, left, right)) is not None or "out" in kwargs:
             return func(*real(args), **real(kwargs))
-        scores = Scores(left, right, (), self.lengths)
+        scores = Scores(left, right, ((torch.bmm, (left, right), {}),), self.lengths)
         made = scores * given.get("alpha", 1)
-        if given.get("beta", 1):
-            made = made + bias * given.get("beta", 1)
+        beta = given.get("beta", 1)
+        if beta and not _is_zero(bias):
+            made = made + (bias if beta == 1 else bias * beta)
         if not isinstance(made, Scores):
             return func(*args, **kwargs)
         made.steps = ((func, args, kwargs),)
@@ -104,6 +105,15 @@ class Deferred(TorchFunctionMode):
         if not restored.is_identity or not _could_be(left, right):
             return func(*args)
         return Scores(left, right, ((func, args, {}),), self.lengths)
+
+
+def _is_zero(bias: Tensor) -> bool:
+    """Whether a model only needed something to add to: looking is quicker than adding."""
+    costly = torch.compiler.is_compiling() or bias.device.type != "cpu"
+    if costly or bias.requires_grad or bias.numel() == 0:
+        return False
+    low, high = torch.aminmax(bias)
+    return bool(low == 0) and bool(high == 0)
 
 
 def _is_swapped(func: Any, left: Any, right: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.ops.axes import Axes, refined, spread
+from optimus.ops.axes import Axes, refined, spread, unexpanded
 from optimus.ops.joins import summed
 from optimus.ops.scores import MASKED, Derived, Scores, rule
 
@@ -23,6 +23,7 @@ SWALLOWS = -1e30
 
 def _laid(scores: Scores, value: Tensor) -> Tensor | None:
     """``value``, which broadcasts against the scores, along their fine axes and ``[q, k]``."""
+    value = unexpanded(value)
     shape = (1,) * (2 - value.ndim) + tuple(value.shape)
     axes = spread(shape[:-2], scores.lead, scores.fine)
     if axes is None or shape[-2] not in (1, scores.q) or shape[-1] not in (1, scores.k):

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.core.backend import Context
+from optimus.core.backend import Context, Mode
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
+from optimus.ops.capped import capped_attention
 from optimus.ops.kernels import spoils_gradients
 from optimus.ops.sinks import sink_attention
 from optimus.ops.varlen import varlen_attention
@@ -36,8 +37,6 @@ OURS = frozenset({FUSED, UNPADDED})
 SWITCH = "_attn_implementation_internal"
 WAITING = "_optimus_configs"
 EAGER = "eager_attention_forward"
-# Measured: a soft-capped causal layer, 8 heads of 64, 512 tokens, fp32, one thread of a Xeon.
-FLEX = "flex attention, whose first call compiles for 16 s: not claimed on CPUs"
 
 
 def fused_attention(
@@ -60,6 +59,8 @@ def fused_attention(
         return _stock(module, query, key, value, mask, **kwargs)
     if _has_sinks(kwargs):
         return _with_sinks(module, query, key, value, mask, **kwargs)
+    if kwargs.get("softcap") is not None:
+        return _with_cap(module, query, key, value, mask, **kwargs)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     kwargs["is_causal"] = False
@@ -75,13 +76,12 @@ def _stock(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor
 def _needs_stock(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
-    """Where weights, dropout or a soft cap are asked for, nothing is, or the caller's own mask is
-    boolean (eager adds what SDPA takes as a choice); and where the kernels' gradients would be
-    wrong: of a learned bias, and of rows without keys. Those with sinks are ours and right.
+    """Where weights or dropout are asked for, or nothing is, or the caller's own mask is boolean
+    (eager adds what SDPA takes as a choice); and where the kernels' gradients would be wrong: of a
+    learned bias, and of rows without keys. Those with sinks are ours and right.
     """
     return bool(
         kwargs.get("dropout")
-        or kwargs.get("softcap") is not None
         or kwargs.get("output_attentions")
         or records_weights(module)
         or (mask is not None and not mask.is_floating_point())
@@ -130,6 +130,16 @@ def _with_sinks(
     bias = [b for b in (kwargs.get("position_bias"), mask) if b is not None]
     merged = sum(bias[1:], bias[0]).contiguous() if bias else None
     out = sink_attention(query, key, value, sinks, merged, kwargs["scaling"])
+    if out is None:
+        return _stock(module, query, key, value, mask, **kwargs)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _with_cap(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    out = capped_attention(query, key, value, mask, scale, kwargs["softcap"])
     if out is None:
         return _stock(module, query, key, value, mask, **kwargs)
     return out.transpose(1, 2).contiguous(), None
@@ -221,7 +231,7 @@ class FusedAttention(Mixin):
         name = getattr(config, "_attn_implementation", None)
         if name != "eager":
             return Refusal(f"attention is already {name}")
-        return _unfit_config(site.module) or _unfit_source(site.module)
+        return _unfit_config(site.module, context) or _unfit_source(site.module)
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -241,7 +251,7 @@ def switch(module: nn.Module, surgeon: Surgeon, name: str, *, within: bool = Fal
     surgeon.fold(surgeon.model, HostSwitch(surgeon.path(module), name, within=within))
 
 
-def _unfit_config(module: nn.Module) -> Refusal | None:
+def _unfit_config(module: nn.Module, context: Context) -> Refusal | None:
     config = module.config
     if getattr(config, "sub_configs", None):
         return Refusal("composite config: each part has a switch of its own")
@@ -249,8 +259,9 @@ def _unfit_config(module: nn.Module) -> Refusal | None:
         return Refusal("the config asks for attention weights")
     if getattr(config, "reorder_and_upcast_attn", None):
         return Refusal("config.reorder_and_upcast_attn needs the eager path")
-    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
-        return Refusal(f"a soft cap of {cap:g} (config.attn_logit_softcapping) needs {FLEX}")
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None and context.mode is Mode.TRAINING:
+        return Refusal(f"no backward pass through a soft cap of {cap:g} (attn_logit_softcapping)")
     return None
 
 

@@ -55,7 +55,8 @@ SINKS = (
     hosted("openai_privacy_filter", "OpenAIPrivacyFilterModel"),
 )
 
-# A soft cap, which SDPA has no argument for either; a config may leave it out.
+# A soft cap, which SDPA has no argument for either: by tiles (ops/capped.py). A config may leave it
+# out.
 CAPPED = (
     hosted("gemma2", "Gemma2Model"),
     hosted("t5gemma", "T5GemmaEncoder", "T5GemmaDecoder"),
