@@ -5,7 +5,7 @@ BIN := .venv/bin
 # torch first and alone: a package that asks for any torch would fetch the newest, with CUDA.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint bench
+.PHONY: demo test test-all accuracy lint bench
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -17,6 +17,10 @@ test: lint
 # With the sweep over every row and every model type of transformers: about an hour.
 test-all: lint
 	$(BIN)/python -m pytest -m ''
+
+# Trains a small language model on the standard library's text once: minutes.
+accuracy: .venv/test
+	$(BIN)/python -m pytest -m accuracy
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 from optimus.core.backend import Backend
 from optimus.core.engine import apply, is_transformed, reverse, transform, transformed
-from optimus.core.planner import Plan, Recipe, plan
+from optimus.core.planner import Plan, plan
+from optimus.core.recipes import Recipe
 from optimus.core.verify import Reference, Verdict, reference, verify
 
 __all__ = [

@@ -1,5 +1,7 @@
 """What more than one test file needs."""
 
+import os
+
 import pytest
 import torch
 
@@ -9,8 +11,20 @@ import optimus
 @pytest.fixture(scope="session")
 def capable():
     """A processor that can do everything, so that plans are the same on every machine."""
-    features = {"packed-linear", "packed-linear-bf16", "native-bf16"}
+    features = {"packed-linear", "packed-linear-bf16", "native-bf16", "int8-products"}
     return optimus.Backend("x86", "cpu", "AuthenticAMD", frozenset(features))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def untuned(tmp_path_factory):
+    """No table of ``optimus tune``: plans are the same for every user; commands inherit it."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
 
 
 @pytest.fixture

@@ -97,6 +97,47 @@ def case(model_type: str, head: str = "AutoModel", **choices: Any) -> Case:
     return Case(architecture(model_type), head, **choices)
 
 
+class Stranger(nn.Module):
+    """Layers that no replacement names, under a name that one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(256, 512, 3), nn.LayerNorm(512)
+        self.table = nn.Embedding(512, 512)
+
+
+Stranger.__qualname__ = Stranger.__name__ = "BertModel"
+
+
+def overriding(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with a forward of its own: a changed remote-code model."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super(made, self).forward(*args, **kwargs)
+
+    made = type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})
+    return made
+
+
+def mixtral() -> Any:
+    """Two layers of four experts, wide enough to round."""
+    return transformers.MixtralConfig(
+        vocab_size=99,
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+
+
+EXPERTS = Architecture(model_type="mixtral", replacements=(), tiny=mixtral)
+
+
 @dataclass(frozen=True)
 class Call:
     """Arguments for one forward; ``mask`` says which positions have a defined answer."""

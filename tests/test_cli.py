@@ -15,7 +15,7 @@ import optimus
 from optimus.cli import list as listing
 from optimus.cli import main
 from optimus.core.backend import BACKENDS
-from optimus.core.planner import RECIPES
+from optimus.core.recipes import RECIPES
 from optimus.core.registry import Registry
 
 ROOT = Path(__file__).parents[1]
@@ -104,14 +104,14 @@ def test_bench_prints_figures_and_writes_a_page(tiny_bert, data, tmp_path, capsy
     """Stock and auto run and are compared; a recipe that is not built is a row with a reason."""
     page = tmp_path / "page.html"
     command = ["bench", str(tiny_bert), "--data", str(data), "--runs", "2", "--batch", "2"]
-    recipes = ["--recipe", "auto", "--recipe", "int8"]
+    recipes = ["--recipe", "auto", "--recipe", "fp8"]
     assert main([*command, *recipes, "--json", "--html", str(page)]) == 0
     figures = json.loads(capsys.readouterr().out)
-    stock, auto, int8 = figures["sides"]
+    stock, auto, fp8 = figures["sides"]
     assert (stock["side"], len(stock["seconds"]), stock["relative_error"]) == ("stock", 2, 0.0)
     assert auto["relative_error"] < 1e-5
     assert auto["facts"]["claims"] > 0
-    assert "not built" in int8["refused"]
+    assert "not built" in fp8["refused"]
     assert "<svg" in page.read_text()
 
 
@@ -162,7 +162,7 @@ def test_names_that_do_not_exist(tiny_bert, capsys, command):
 
 def test_a_recipe_that_is_not_built(tiny_bert, capsys):
     """Known and not built yet is not the same as unknown."""
-    assert "not built yet" in refused(capsys, "plan", tiny_bert, "--recipe", "int4")
+    assert "not built yet" in refused(capsys, "plan", tiny_bert, "--recipe", "fp8")
 
 
 @pytest.mark.parametrize("option", ["--backend", "--mode"])

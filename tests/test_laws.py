@@ -3,7 +3,7 @@
 import laws
 import pytest
 import torch
-from models import PLAIN, Case, case
+from models import EXPERTS, PLAIN, Case, case
 
 from optimus.core.registry import Registry
 
@@ -26,7 +26,7 @@ def cases() -> list[Case]:
         ]
         if architecture.replacements and architecture.model_type != PLAIN:
             found.append(Case(architecture, heads[0], attention="eager"))
-    return found
+    return found + [case(PLAIN, recipe=recipe) for recipe in laws.ROUNDING]
 
 
 def first_heads(*recipes: str) -> list[Case]:
@@ -41,7 +41,10 @@ def on(chosen):
 
 CASES = cases()
 SETTLED = [c for c in CASES if c.attention == "default"]
-FIRST, AUTO = first_heads("auto", "bf16"), first_heads("auto")
+FIRST, AUTO = first_heads("auto", "bf16", *laws.ROUNDING), first_heads("auto")
+# Rounded experts, columns and tied heads; the plain cases stand for the rest.
+HEAD = "AutoModelForCausalLM"
+ROUNDED = [Case(EXPERTS, HEAD, recipe="int4"), case("gpt2", HEAD, recipe="int4")]
 UNPADDED = [
     c for c in FIRST if any(r.name.endswith(".unpadded") for r in c.architecture.replacements)
 ]
@@ -61,7 +64,9 @@ MORE = [
 ]
 # Tracing takes seconds, and the eager switch is one piece of code for all.
 EAGER = [case("bert", attention="eager"), case("gpt2", "AutoModelForCausalLM", attention="eager")]
-GRAPHS = [c for c in AUTO if c.attention == "default"] + EAGER
+GRAPHS = [c for c in AUTO if c.attention == "default"] + EAGER + [case(PLAIN, recipe="int8")]
+# Two layers on one weight are left alone, and then nothing is left to round.
+TIED = [c for c in SETTLED if not (c.is_plain and c.recipe in laws.ROUNDING)] + ROUNDED[1:]
 
 
 @on(FIRST)
@@ -70,7 +75,7 @@ def test_silence(case, capable):
     laws.silence(case, capable)
 
 
-@on(CASES + NARROW + MORE)
+@on(CASES + NARROW + MORE + ROUNDED)
 def test_equivalence(case, capable):
     """Same answers."""
     laws.equivalence(case, capable)
@@ -95,13 +100,13 @@ def test_keys(case, capable):
     laws.keys(case, capable)
 
 
-@on(SETTLED)
+@on(SETTLED + ROUNDED)
 def test_loading(case, capable):
     """Stock checkpoints load."""
     laws.loading(case, capable)
 
 
-@on(SETTLED + EAGER + NARROW)
+@on(SETTLED + EAGER + NARROW + ROUNDED)
 def test_returning(case, capable):
     """Bitwise reverse."""
     laws.returning(case, capable)
@@ -119,7 +124,7 @@ def test_idempotence(case, capable):
     laws.idempotence(case, capable)
 
 
-@on(SETTLED)
+@on(SETTLED + ROUNDED[:1])
 def test_independence(case, capable):
     """Copies live alone."""
     laws.independence(case, capable)
@@ -137,13 +142,13 @@ def test_company(case, capable):
     laws.company(case, capable)
 
 
-@on(AUTO)
+@on([*AUTO, case(PLAIN, recipe="int4")])
 def test_accelerate_hooks(case, capable):
     """accelerate's hooks come and go in any order."""
     laws.accelerate_hooks(case, capable)
 
 
-@on(SETTLED)
+@on(TIED)
 def test_tying(case, capable):
     """Ties hold."""
     laws.tying(case, capable)

@@ -5,21 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
+from optimus.cli.progress import Steps
 from optimus.core.errors import RegistryError
-from optimus.core.planner import RECIPES
+from optimus.core.recipes import RECIPES
 from optimus.measure import alternate, load, page, report, text
 from optimus.measure.figures import Comparison
 from optimus.measure.side import STOCK, Task
@@ -68,31 +60,11 @@ def _tasks(options: argparse.Namespace) -> dict[str, Task]:
     return {name: dataclasses.replace(task, recipe=name) for name in (STOCK, *recipes)}
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-
-
-def _ticker(progress: Progress, task: TaskID) -> Callable[[str], None]:
-    def tick(done: str) -> None:
-        progress.update(task, advance=1, description=done)
-
-    return tick
-
-
 def _measure(options: argparse.Namespace) -> Comparison:
-    with _progress() as progress:
-        bar = progress.add_task("reading the texts", total=None)
+    with Steps("reading the texts") as steps:
         tasks = _tasks(options)
-        total = alternate.steps(tasks, options.runs)
-        progress.update(bar, total=total, description="loading stock")
-        return alternate.compare(tasks, runs=options.runs, tick=_ticker(progress, bar))
+        steps.expect(alternate.steps(tasks, options.runs))
+        return alternate.compare(tasks, runs=options.runs, tick=steps.done)
 
 
 def _show(comparison: Comparison, console: Console) -> None:

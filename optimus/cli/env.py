@@ -12,7 +12,7 @@ from torch import nn
 import optimus
 from optimus.core import backend
 from optimus.core.errors import OptimusError
-from optimus.core.planner import RECIPES
+from optimus.core.recipes import RECIPES
 from optimus.measure import machine
 
 # Wide enough for every kernel's shape rules.

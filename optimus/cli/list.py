@@ -14,6 +14,8 @@ from optimus.core.registry import Registry
 from optimus.core.replacement import ANY_MODE, EVERYWHERE, Architecture, Pass, Replacement
 
 HEADINGS = ("what is swapped", "fidelity", "mode", "backends", "architectures")
+# What 80 columns leave for what is swapped beside the longest name of an architecture.
+NARROW = 15
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -98,6 +100,7 @@ def _table(registry: Registry) -> Table:
     table = Table(*HEADINGS)
     # No name in two pieces, however narrow the screen.
     table.columns[-1].min_width = max(len(f"{a.model_type},") for a in registry.architectures)
+    table.columns[0].max_width, table.columns[0].overflow = NARROW, "fold"
     for row in rows(registry):
         table.add_row(*row)
     return table

@@ -37,12 +37,15 @@ def _table(*headings: str, title: str) -> Table:
 
 
 def _claims(plan: Plan) -> Table:
-    counts = Counter((c.replacement, c.before, c.after, c.fidelity) for c in plan.claims)
-    first = {(c.replacement, c.before, c.after, c.fidelity): c.path for c in reversed(plan.claims)}
-    table = _table("replacement", "sites", "before", "after", "fidelity", "first", title="claims")
-    for key, count in counts.items():
-        replacement, before, after, fidelity = key
-        table.add_row(replacement, str(count), before, after, fidelity, first[key] or "(model)")
+    kinds = {c.path: (c.replacement, f"{c.before} -> {c.after}", c.measured) for c in plan.claims}
+    counts = Counter(kinds.values())
+    first = {kind: path for path, kind in reversed(kinds.items())}
+    fidelity = {c.replacement: c.fidelity for c in plan.claims}
+    table = _table("replacement", "sites", "what", "fidelity", "first", title="claims")
+    for kind, count in counts.items():
+        name, change, why = kind
+        what = "; ".join(filter(None, (change, why)))
+        table.add_row(name, str(count), what, fidelity[name], first[kind] or "(model)")
     return table
 
 

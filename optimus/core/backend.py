@@ -43,7 +43,8 @@ class Backend:
     """A kind of hardware: its name, torch's device type, its vendor and what it can do.
 
     ``features``: ``"packed-linear"``, ``"packed-linear-bf16"`` (oneDNN products), ``"native-bf16"``
-    (bf16 arithmetic in hardware; emulated bf16 is many times slower than fp32).
+    (bf16 arithmetic in hardware; emulated bf16 is many times slower than fp32), ``"int8-products"``
+    (sums of four products of bytes in one instruction, which the rounded layers are built on).
     """
 
     name: str
@@ -66,12 +67,17 @@ class Context:
     decodes: bool = False
 
 
-def _cpu_vendor() -> str:
+def _cpuinfo(name: str) -> str:
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            return next((s.split(":")[1].strip() for s in lines if s.startswith("vendor_id")), "")
+            return next((s.split(":")[1].strip() for s in lines if s.startswith(name)), "")
     except OSError:
         return ""
+
+
+def processor() -> str:
+    """The processor's own name, or the machine type where it tells none."""
+    return _cpuinfo("model name") or platform.machine()
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
@@ -94,8 +100,11 @@ def host() -> Backend:
         "packed-linear": _has_onednn(torch.float32),
         "packed-linear-bf16": _has_onednn(torch.bfloat16),
         "native-bf16": _has_native_bf16(name),
+        "int8-products": name == "x86" and bool(torch.cpu._is_vnni_supported()),
     }
-    return Backend(name, "cpu", _cpu_vendor(), frozenset(f for f, has in features.items() if has))
+    return Backend(
+        name, "cpu", _cpuinfo("vendor_id"), frozenset(f for f, has in features.items() if has)
+    )
 
 
 def detect(model: nn.Module) -> Backend:

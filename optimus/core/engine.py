@@ -5,21 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from optimus.core.backend import Backend, Mode, resolve
+from optimus.core.canonical import Canonical
 from optimus.core.errors import PlanError, SurgeryError, VerificationError
-from optimus.core.originals import KEEPERS, Keep, Original
-from optimus.core.paths import unwrap
-from optimus.core.planner import JOURNAL, Plan, Recipe, describe, plan, resolve_recipe
+from optimus.core.memory import release
+from optimus.core.originals import KEEPERS, Keep, Original, demand
+from optimus.core.paths import ties, unwrap
+from optimus.core.planner import JOURNAL, Claim, Plan, describe, plan
 from optimus.core.probe import probe
+from optimus.core.recipes import Recipe, resolve_recipe
 from optimus.core.registry import Registry
-from optimus.core.replacement import LENGTHS, Pass, Replacement, reclassed
+from optimus.core.replacement import LENGTHS, Mixin, Pass, Replacement, reclassed
 from optimus.core.surgery import Edit, Slot, Surgeon, undo
-from optimus.core.verify import Reference, Verdict, reference, verify
+from optimus.core.verify import Reference, Verdict, reference, verify, worth
 
 
 @dataclass(slots=True)
@@ -29,6 +32,12 @@ class Journal:
     plan: Plan
     edits: list[Edit]
     verification: str
+    rounded: Mapping[str, Original] = field(default_factory=dict)
+
+    def originals(self) -> Iterator[Original]:
+        """Whatever waits elsewhere, in passes' edits or behind rounded parameters."""
+        yield from (edit.before for edit in self.edits if isinstance(edit.before, Original))
+        yield from self.rounded.values()
 
 
 def is_transformed(model: nn.Module) -> bool:
@@ -51,7 +60,8 @@ def transform(
 
     The same object comes back. ``check`` runs ``sample``, or a ragged probe batch, through the
     stock and the transformed model. Raises ``VerificationError`` after putting the model back,
-    ``PlanError`` if it is already transformed by another plan.
+    ``PlanError`` if it is already transformed by another plan. Rounding to 4 bits weighs its error
+    by what the layers see in ``sample``: give it text of the kind that the model will meet.
 
     >>> import torch, optimus
     >>> model = torch.nn.Linear(512, 512).eval()
@@ -70,7 +80,7 @@ def transform(
     if check and isinstance(before, str):
         warnings.warn(f"{before}. Give a sample to have the answers compared.", stacklevel=2)
     try:
-        _apply(root, made, registry)
+        _apply(root, made, registry, sample)
         journal: Journal = vars(root)[JOURNAL]
         journal.verification = before if isinstance(before, str) else _settle(root, before)
         _limit(root, journal)
@@ -93,13 +103,18 @@ def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> 
         if vars(root)[JOURNAL].plan == made:
             return model
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
-    _apply(root, made, registry)
+    _apply(root, made, registry, None)
     _limit(root, vars(root)[JOURNAL])
     _commit(vars(root)[JOURNAL])
     return model
 
 
-def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
+def _apply(
+    root: nn.Module,
+    made: Plan,
+    registry: Registry | None,
+    sample: Mapping[str, Tensor] | None,
+) -> None:
     _demand_weights(root)
     _demand_fit(root, made)
     known = registry or Registry.installed()
@@ -107,7 +122,8 @@ def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
     journal = Journal(made, surgeon.edits, "not verified: apply() does not run the model")
     try:
         with surgeon:
-            _operate(root, made, known, surgeon)
+            surgeon.worth = _calibrate(root, made, known, sample)
+            journal.rounded = _operate(root, made, known, surgeon)
             vars(root)[JOURNAL] = journal
     except BaseException:
         # Again, for an interrupt that came when the surgeon was already content.
@@ -119,9 +135,18 @@ def _apply(root: nn.Module, made: Plan, registry: Registry | None) -> None:
 def _commit(journal: Journal) -> None:
     """The point of no return for ``keep="none"``: the originals are let go."""
     if journal.plan.recipe.keep == "none":
-        for edit in journal.edits:
-            if isinstance(edit.before, Original):
-                edit.before.forget()
+        for original in journal.originals():
+            original.forget()
+        release()
+
+
+class Keeping(Canonical):
+    """The root of a model whose layers were rounded: a checkpoint is one of the originals."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Write what the stock model would; ``IrreversibleError`` where nothing was kept."""
+        demand(vars(self)[JOURNAL].originals())
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
 def reverse(model: nn.Module) -> nn.Module:
@@ -135,7 +160,7 @@ def reverse(model: nn.Module) -> nn.Module:
         raise PlanError("the model is not transformed: there is nothing to reverse.")
     journal: Journal = vars(root)[JOURNAL]
     _demand_own_classes(root, journal.edits)
-    _fetch(journal.edits)
+    _fetch(journal)
     undo(root, journal.edits)
     del vars(root)[JOURNAL]
     return model
@@ -153,16 +178,47 @@ def transformed(
         reverse(model)
 
 
-def _operate(root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon) -> None:
-    """Passes first: what a pass casts is what the claims then pack."""
+def _operate(
+    root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon
+) -> Mapping[str, Original]:
+    """Passes first: what a pass casts is what the claims then pack. Returns what was rounded."""
     keeper = KEEPERS[made.recipe.keep]
     for name in made.passes:
         cast(Pass, known[name]).run(root, surgeon, keeper)
+    rounded = dict(_rounded(root, made, known))
+    kept = keeper(root, rounded) if rounded else {}
+    surgeon.kept = dict(kept)
+    # What is not kept in memory must be free as soon as it is rounded.
+    rounded.clear()
     for claim in made.claims:
-        mixin = cast(Replacement, known[claim.replacement]).mixin
+        mixin = _mixin(known, claim)
         module = root.get_submodule(claim.path)
         mixin.setup(module, surgeon)
         surgeon.reclass(module, reclassed(mixin, type(module)))
+    if kept:
+        surgeon.reclass(root, reclassed(Keeping, type(root)))
+    return kept
+
+
+def _mixin(known: Registry, claim: Claim) -> type[Mixin]:
+    return cast(Replacement, known[claim.replacement]).mixin
+
+
+def _rounded(root: nn.Module, made: Plan, known: Registry) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that claims round; a tied one stays as it is for its other owner."""
+    tied = frozenset[str]().union(*ties(root))
+    for claim in made.claims:
+        for key in _mixin(known, claim).rounds:
+            name = f"{claim.path}.{key}".lstrip(".")
+            if name not in tied:
+                yield name, root.get_parameter(name)
+
+
+def _calibrate(
+    root: nn.Module, made: Plan, known: Registry, sample: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    paths = [claim.path for claim in made.claims if _mixin(known, claim).calibrates]
+    return worth(root, sample, paths) if sample is not None and paths else {}
 
 
 def _limit(root: nn.Module, journal: Journal) -> None:
@@ -177,11 +233,10 @@ def _limit(root: nn.Module, journal: Journal) -> None:
             surgeon.set_attribute(root.get_submodule(claim.path), LENGTHS, claim.lengths)
 
 
-def _fetch(edits: list[Edit]) -> None:
+def _fetch(journal: Journal) -> None:
     """Have every original at hand before anything is cut."""
-    for edit in edits:
-        if isinstance(edit.before, Original):
-            edit.before.value = edit.before.fetch()
+    for original in journal.originals():
+        original.value = original.fetch()
 
 
 def _reference(root: nn.Module, made: Plan, sample: Mapping[str, Tensor] | None) -> Reference | str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from optimus.core.canonical import Placeholder, like, placeholder
 from optimus.core.errors import IrreversibleError, PlanError
+from optimus.core.memory import evict
 
 Keep = Literal["host", "disk", "source", "none"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
@@ -54,13 +55,14 @@ class Original:
             )
         return like(self.twin, self._read(self.file).to(self.twin.device))
 
-    def merge(self, current: Tensor) -> nn.Parameter:
+    def merge(self, current: Tensor, narrow: Tensor | None = None) -> nn.Parameter:
         """The original, with what was written into ``current``, the value in use, meanwhile.
 
-        An element that is no longer the original's cast was written by somebody, and survives.
+        An element that is no longer the original's cast, or no longer ``narrow``, was written by
+        somebody, and survives.
         """
         original = self.fetch()
-        narrow = original.detach().to(current.dtype)
+        narrow = original.detach().to(current.dtype) if narrow is None else narrow
         same = _bits(narrow) == _bits(current.detach())
         if bool(same.all()):
             return original
@@ -75,8 +77,15 @@ class Original:
         assert old is not None
         self.value = like(old, value.detach().to(old.device, old.dtype, copy=True))
 
+    def hold(self, value: nn.Parameter) -> None:
+        """``value`` is the original from now on; in memory only if the file has other bytes."""
+        known = self.file is not None and digest(value) == self.digest
+        self.value = None if known else value
+
     def forget(self) -> None:
         """Let go of what is in memory."""
+        if self.value is not None:
+            evict(self.value)
         self.value = None
 
     def _read(self, file: Path) -> Tensor:
@@ -197,9 +206,21 @@ def _shared(groups: Iterable[tuple[tuple[str, ...], Original]]) -> dict[str, Ori
     return {name: original for names, original in groups for name in names}
 
 
+def demand(originals: Iterable[Original]) -> None:
+    """``IrreversibleError`` where one is lost: nobody may write a checkpoint of originals then."""
+    if any(original.lost for original in originals):
+        raise IrreversibleError(
+            "the originals were not kept (keep='none'), so save_pretrained cannot write them. "
+            "Write model.state_dict() with safetensors to keep the values in use, or load the "
+            "model again and transform with keep='host', 'disk' or 'source'."
+        )
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """NaN equals itself here, and zero does not equal minus zero."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.contiguous().view(
+        {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
 def digest(tensor: Tensor) -> str:

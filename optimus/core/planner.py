@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -22,9 +22,10 @@ from optimus.core.errors import (
     Refusal,
     SurgeryError,
 )
-from optimus.core.originals import KEEPS, Keep
+from optimus.core.originals import Keep
 from optimus.core.paths import Site, generates, is_sharded, sites, unwrap
 from optimus.core.probe import describe_probe
+from optimus.core.recipes import STOCK, USUAL, Recipe, resolve_recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity, Pass, Replacement
 
@@ -32,34 +33,11 @@ JOURNAL = "_optimus_journal"
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """Ordered stages of name patterns. A lone ``"*"`` takes whatever keeps the model's precision.
-
-    ``skip``: globs of paths to leave alone. ``keep``: where originals of lossy changes wait.
-    """
-
-    name: str
-    stages: tuple[tuple[str, ...], ...]
-    skip: tuple[str, ...] = ()
-    keep: Keep = "host"
-
-
-RECIPES: dict[str, Recipe | None] = {
-    "auto": Recipe("auto", (("*",),)),
-    "bf16": Recipe("bf16", (("cpu.bf16",), ("*",))),
-    "int8": None,
-    "int8-dynamic": None,
-    "int4": None,
-    "fp8": None,
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """One site that one replacement takes.
 
-    ``measured`` says in words what the claim rests on, and ``lengths`` for which numbers of keys
-    it holds: outside of them a call takes the stock path.
+    ``measured`` says what the claim rests on or costs, and ``lengths`` for which numbers of
+    keys it holds: outside of them a call takes the stock path.
     """
 
     stage: int
@@ -143,6 +121,7 @@ def _parse(data: dict[str, Any]) -> Plan:
             tuple(tuple(stage) for stage in recipe["stages"]),
             tuple(recipe["skip"]),
             recipe["keep"],
+            tuple((glob, name) for glob, name in recipe["overrides"]),
         ),
         context=Context(
             Backend(**{**backend, "features": frozenset(backend["features"])}),
@@ -183,23 +162,6 @@ def plan(
     return _Planner(root, chosen, registry or Registry.installed()).run(context)
 
 
-def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None = None) -> Recipe:
-    """The recipe of that name, with ``keep`` put in."""
-    if keep is not None and keep not in KEEPS:
-        raise PlanError(f"unknown keep {keep!r}; known are {', '.join(KEEPS)}")
-    if isinstance(recipe, str):
-        if recipe not in RECIPES:
-            raise PlanError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
-        built = RECIPES[recipe]
-        if built is None:
-            ready = ", ".join(name for name, one in RECIPES.items() if one)
-            raise BackendUnavailableError(
-                f"recipe {recipe!r} is not built yet for {backend.name}; built are {ready}."
-            )
-        recipe = built
-    return recipe if keep is None else replace(recipe, keep=keep)
-
-
 def describe(root: nn.Module) -> str:
     """The recipe, backend, mode and keep of a transformed model, in a few words."""
     done: Plan = vars(root)[JOURNAL].plan
@@ -210,6 +172,16 @@ def describe(root: nn.Module) -> str:
 def _dtype(model: nn.Module) -> torch.dtype:
     floats = Counter(t.dtype for t in model.parameters() if t.is_floating_point())
     return floats.most_common(1)[0][0] if floats else torch.get_default_dtype()
+
+
+def _already_quantized(model: nn.Module) -> Refusal | None:
+    """What transformers says of a checkpoint that a quantizer made."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None:
+        return None
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    name = getattr(method, "value", method)
+    return Refusal(f"the checkpoint is already quantized ({name}); load the one it was made of")
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
@@ -233,6 +205,11 @@ class _Planner:
         self.refusals: list[tuple[str, str, Refusal]] = []
         self.passes: list[str] = []
         self.worst = Fidelity.EXACT
+        self.quantized = _already_quantized(model)
+        paths = [site.path for site in self.sites]
+        for glob, name in recipe.overrides:
+            if (glob, name) not in USUAL and not any(fnmatchcase(p, glob) for p in paths):
+                raise PlanError(f"the override of {glob!r} fits no module of the model.")
 
     def run(self, context: Context) -> Plan:
         for stage, patterns in enumerate(self.recipe.stages):
@@ -256,9 +233,20 @@ class _Planner:
             return None
         if any(f"{site.path}.".startswith(f"{path}.".lstrip(".")) for path in self.sharded):
             return Refusal("its weights are sharded; transform first, then shard")
-        others = (self.ties.get(id(p), {}) for p in site.module.parameters(recurse=False))
-        named = (name for owners in others for owner, name in owners.items() if owner != site.path)
+        others = self._owners_besides(site)
+        named = (
+            name
+            for owner, name in others.items()
+            if not rule.mixin.allows_tie(self.model.get_submodule(owner))
+        )
         return next((Refusal(f"tied to {name}") for name in named), None)
+
+    def _owners_besides(self, site: Site) -> dict[str, str]:
+        """Who else holds a parameter of the site, and under which name."""
+        shared = (self.ties.get(id(p), {}) for p in site.module.parameters(recurse=False))
+        return {
+            owner: name for owners in shared for owner, name in owners.items() if owner != site.path
+        }
 
     def _skipped(self, path: str) -> bool:
         return any(fnmatchcase(path, pattern) for pattern in self.recipe.skip)
@@ -282,14 +270,16 @@ class _Planner:
     def _replacements(
         self, stage: int, pattern: str, context: Context, taken: dict[str, str]
     ) -> None:
-        rules = [item for item in self._find(pattern) if isinstance(item, Replacement)]
+        rules = self._rules(pattern)
+        lossy = bool(rules) and all(rule.fidelity is Fidelity.LOSSY for rule in rules)
         before = len(self.claims)
         near: list[Refusal] = []
-        fitting: dict[type, list[Replacement]] = {}
+        fitting: dict[tuple[type, str], list[Replacement]] = {}
         for site in self.sites:
-            kind = type(site.module)
+            name = self.recipe.lossy_at(site.path, pattern) if lossy else pattern
+            kind = type(site.module), name
             if kind not in fitting:
-                fitting[kind] = [rule for rule in rules if rule.claims(site)]
+                fitting[kind] = [rule for rule in self._rules(name) if rule.claims(site)]
             for rule in fitting[kind]:
                 if site.path in taken and taken[site.path] != pattern:
                     raise ConflictError(
@@ -298,16 +288,33 @@ class _Planner:
                     )
                 if site.path in self.claims:
                     break
-                if refusal := rule.refuses(site, context) or self._tied(site, rule):
+                if refusal := self._refusal(site, rule, context):
                     self._refuse(site.path, rule.name, refusal)
                     near.append(refusal)
                     continue
-                self._claim(stage, site, rule, rule.measured(context))
+                self._claim(stage, site, rule, rule.measured(site, context))
                 taken[site.path] = pattern
                 break
-        if "*" not in pattern and rules and len(self.claims) == before:
-            why = near[0].reason if near else "no module of the model is of its kind"
-            raise NothingToDoError(f"{pattern} found nothing to do: {why}.")
+        # Who asked for fewer bits and got none would believe otherwise.
+        if ("*" not in pattern or lossy) and rules and len(self.claims) == before:
+            self._nothing(pattern, near)
+
+    def _rules(self, pattern: str) -> list[Replacement]:
+        if pattern == STOCK:
+            return []
+        return [item for item in self._find(pattern) if isinstance(item, Replacement)]
+
+    def _refusal(self, site: Site, rule: Replacement, context: Context) -> Refusal | None:
+        if rule.fidelity is Fidelity.LOSSY and self.quantized is not None:
+            return self.quantized
+        unfit = rule.refuses(site, context) or rule.too_slow(site, context)
+        return unfit or self._tied(site, rule)
+
+    def _nothing(self, pattern: str, near: list[Refusal]) -> None:
+        why = Counter(near).most_common(1)[0][0] if near else None
+        kind = BackendUnavailableError if why is not None and why.hardware else NothingToDoError
+        reason = "no module of the model is of its kind" if why is None else why.reason
+        raise kind(f"{pattern} found nothing to do: {reason}.")
 
     def _claim(self, stage: int, site: Site, rule: Replacement, found: Measured | None) -> None:
         name = type(site.module).__qualname__
@@ -318,10 +325,15 @@ class _Planner:
             fidelity=rule.fidelity.value,
             before=name,
             after=rule.mixin.__name__ + name,
-            measured="" if found is None else str(found),
+            measured=self._remark(site, rule) if found is None else str(found),
             lengths=None if found is None else found.lengths,
         )
         self._degrade(rule.fidelity)
+
+    def _remark(self, site: Site, rule: Replacement) -> str:
+        """What a claim costs on top, where it rounds a copy of what must stay."""
+        shared = ", ".join(self._owners_besides(site).values()) if rule.mixin.rounds else ""
+        return f"on top of {shared}, which stays as it is" if shared else ""
 
     def _refuse(self, path: str, name: str, refusal: Refusal, *, named: bool = False) -> None:
         if named:

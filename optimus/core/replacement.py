@@ -7,13 +7,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import nn
 
 from optimus.core.backend import BACKENDS, Context, Mode
 from optimus.core.canonical import Canonical
-from optimus.core.costs import Measured, measured
+from optimus.core.costs import Measured, measured, measured_rows
 from optimus.core.errors import Refusal
 from optimus.core.originals import Keeper
 from optimus.core.paths import Site
@@ -37,12 +37,38 @@ class Fidelity(enum.Enum):
 
 
 class Mixin(Canonical):
-    """A new forward for an old module. It has no ``__init__``: the object already exists."""
+    """A new forward for an old module. It has no ``__init__``: the object already exists.
+
+    ``rounds`` names the parameters that lose digits: their originals are kept, and the setup finds
+    them in ``surgeon.kept``, unless they are tied and stay where they are. ``calibrates``: its
+    rounding is better for knowing what comes in (``surgeon.worth``).
+    """
+
+    rounds: ClassVar[tuple[str, ...]] = ()
+    calibrates: ClassVar[bool] = False
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
         """None to take the site, or the reason to leave it. Reads, never changes."""
         return None
+
+    @classmethod
+    def size(cls, module: nn.Module) -> str:
+        """What of the site decides which rows pay, as ``optimus tune`` writes it; "" for nothing.
+
+        A mixin that names sizes is claimed unless its size was measured to lose.
+        """
+        return ""
+
+    @classmethod
+    def expected(cls, context: Context) -> Refusal | None:
+        """Why it would not pay, as long as nobody has measured the site's size on this machine."""
+        return None
+
+    @classmethod
+    def allows_tie(cls, other: nn.Module) -> bool:
+        """Whether the site may share a parameter with ``other``: a new layout would untie them."""
+        return not cls.bridges
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -111,7 +137,7 @@ class Replacement:
         return self._target(type(site.module)) is not None
 
     def refuses(self, site: Site, context: Context) -> Refusal | None:
-        """Why a claimed site must be left alone, or None."""
+        """Why a claimed site must be left alone, or None; speed is ``too_slow``'s to judge."""
         cls = type(site.module)
         target = self._target(cls)
         if self.because:
@@ -121,19 +147,30 @@ class Replacement:
         if _is_patched(site.module):
             return Refusal("forward is patched on this instance")
         if context.backend.name not in self.backends:
-            return Refusal(f"not built for {context.backend.name}")
+            return Refusal(f"not built for {context.backend.name}", hardware=True)
         if context.mode not in self.modes:
             return Refusal(f"not for {context.mode.value}")
-        return self.mixin.accepts(site, context) or self._too_slow(context)
+        return self.mixin.accepts(site, context)
 
-    def measured(self, context: Context) -> Measured | None:
-        """What the claim of a site rests on, where it has to rest on something."""
-        found = measured(self.name, context) if self.gated else None
+    def too_slow(self, site: Site, context: Context) -> Refusal | None:
+        """Why a site that could be taken is not worth it, or None."""
+        found = self._found(site, context)
+        return found if isinstance(found, Refusal) else None
+
+    def measured(self, site: Site, context: Context) -> Measured | None:
+        """What the claim of a site rests on, where it rests on something."""
+        found = self._found(site, context)
         return found if isinstance(found, Measured) else None
 
-    def _too_slow(self, context: Context) -> Refusal | None:
-        found = measured(self.name, context) if self.gated else None
-        return found if isinstance(found, Refusal) else None
+    def _found(self, site: Site, context: Context) -> Measured | Refusal | None:
+        # Fewer bits are asked for by name, and for the memory, too.
+        if self.fidelity is Fidelity.LOSSY:
+            return None
+        if self.gated:
+            return measured(self.name, context)
+        size = self.mixin.size(site.module)
+        known = measured_rows(f"{self.name} {size}", context) if size else None
+        return known or self.mixin.expected(context)
 
     def _target(self, cls: type[nn.Module]) -> type[nn.Module] | None:
         names = (f"{c.__module__}:{c.__qualname__}" for c in cls.__mro__)

@@ -7,6 +7,7 @@ printed, copied with the model and undone. A ``Surgeon`` is a transaction over e
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Protocol, Self, cast, runtime_checkable
@@ -136,11 +137,17 @@ def _set_entry(table: dict[str, object], key: str, value: object) -> None:
 
 
 class Surgeon:
-    """A transaction: every change goes through it, and an exception inside the block undoes all."""
+    """A transaction: every change goes through it, and an exception inside the block undoes all.
+
+    For mixins that round: ``kept`` has the original of every parameter that they replace, by its
+    name, and ``worth`` what calibration found, by the path of the site.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.edits: list[Edit] = []
+        self.kept: Mapping[str, Kept] = {}
+        self.worth: Mapping[str, Tensor] = {}
         self._paths = paths_of(model)
 
     def __enter__(self) -> Self:

@@ -19,6 +19,7 @@ from typing import IO, Any, Self
 
 from optimus.core.errors import OptimusError
 from optimus.measure import machine
+from optimus.measure.answers import JUDGES, relative_error
 from optimus.measure.figures import Comparison, Row, Work
 from optimus.measure.load import LoadError
 from optimus.measure.side import STOCK, Task, encode
@@ -89,23 +90,10 @@ class Side:
         self._send(json.dumps({"do": "run"}))
         self.seconds.append(self.hear()["seconds"])
 
-    def finish(self) -> int:
-        """Have the outputs written into ``outputs``; the process's peak memory in bytes."""
+    def finish(self) -> dict[str, Any]:
+        """Have the outputs written into ``outputs``; peak memory in bytes, and a perplexity."""
         self._send(json.dumps({"do": "finish", "folder": str(self.outputs)}))
-        return int(self.hear()["peak_bytes"])
-
-
-def relative_error(side: Path, stock: Path) -> float:
-    """‖out - ref‖ / ‖ref‖ over every real token of every batch."""
-    from safetensors.torch import load_file
-
-    difference = reference = 0.0
-    for path in sorted(stock.glob("*.safetensors")):
-        ref = load_file(path)["output"].double()
-        out = load_file(side / path.name)["output"].double()
-        difference += float((out - ref).square().sum())
-        reference += float(ref.square().sum())
-    return math.sqrt(difference / reference)
+        return self.hear()
 
 
 def _row(side: Side) -> Row:
@@ -124,13 +112,22 @@ def _row(side: Side) -> Row:
 
 def _judge(side: Side, stock: Side) -> Row:
     """The row of a side that ran, with its memory and its error. Its outputs are deleted."""
-    peak = side.finish()
+    said = side.finish()
     error = relative_error(side.outputs, stock.outputs)
+    judge = JUDGES.get(side.ready["facts"]["judge"])
+    quality = said["perplexity"] if judge is None else judge(side.outputs, stock.outputs)
     if side is not stock:
         for path in side.outputs.glob("*.safetensors"):
             path.unlink()
     reason = "" if math.isfinite(error) else "its outputs hold NaN or infinity."
-    return dataclasses.replace(_row(side), peak_bytes=peak, error=error, unverified=reason)
+    return dataclasses.replace(
+        _row(side),
+        peak_bytes=said["peak_bytes"],
+        error=error,
+        quality=quality,
+        scored=said.get("scored", 0),
+        unverified=reason,
+    )
 
 
 def _work(task: Task, facts: dict[str, Any]) -> Work:
@@ -141,6 +138,7 @@ def _work(task: Task, facts: dict[str, Any]) -> Work:
         tokens=facts["tokens"],
         places=facts["places"],
         length=facts["length"],
+        judge=facts["judge"],
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
+from optimus.measure.answers import SIMILARITY
 from optimus.measure.side import STOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every side did in one run."""
+    """What every side did in one run; ``judge`` names what their answers are judged by."""
 
     model: str
     texts: int
@@ -18,6 +20,7 @@ class Work:
     tokens: int
     places: int
     length: int
+    judge: str = SIMILARITY
 
     @property
     def real_share(self) -> float:
@@ -27,11 +30,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One side: its times, or why it has none (``refused`` or ``unverified``)."""
+    """One side: its times, or why it has none (``refused`` or ``unverified``).
+
+    ``quality``: what ``Work.judge`` names, of the answers; a perplexity is over ``scored`` tokens.
+    """
 
     name: str
     seconds: tuple[float, ...] = ()
     error: float | None = None
+    quality: float = math.nan
+    scored: int = 0
     loaded_bytes: int = 0
     peak_bytes: int = 0
     threads: int = 0

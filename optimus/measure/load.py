@@ -86,13 +86,18 @@ def model_class(config: Any) -> Any:
 
 def skeleton(config: Any) -> nn.Module:
     """The model with every tensor on meta: its shape and classes, without its weights."""
+    return build(config, device="meta")
+
+
+def build(config: Any, *, device: str) -> nn.Module:
+    """The model of a config, without any checkpoint: on a device other than meta, random."""
     import transformers
 
     cls = model_class(config)
-    build = cls.from_config if cls is transformers.AutoModel else cls._from_config
-    with _quiet(), torch.device("meta"):
+    make = cls.from_config if cls is transformers.AutoModel else cls._from_config
+    with _quiet(), torch.device(device):
         try:
-            model: nn.Module = build(config)
+            model: nn.Module = make(config)
         except (ValueError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
             raise LoadError(f"cannot build this config: {_first_line(error)}") from error
     return model.eval()

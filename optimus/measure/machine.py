@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from optimus.core import backend
+
 PACKAGES = ("optimus", "torch", "transformers", "accelerate", "safetensors")
 
 # The flags that decide which kernels oneDNN picks, as /proc/cpuinfo spells them on x86 and ARM.
@@ -39,7 +41,7 @@ def _field(text: str, *names: str) -> str:
 
 def processor() -> str:
     """The processor's own name, or the machine type where it tells none."""
-    return _field(_read("/proc/cpuinfo"), "model name") or platform.machine()
+    return backend.processor()
 
 
 def isa() -> tuple[str, ...]:

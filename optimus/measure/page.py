@@ -54,7 +54,7 @@ def _line(cells: tuple[str, ...], *, tag: str) -> str:
 
 def _table(comparison: Comparison) -> str:
     rows = "".join(_line(report.cells(comparison, r), tag="td") for r in comparison.rows)
-    return f"<table>{_line(report.HEADINGS, tag='th')}{rows}</table>"
+    return f"<table>{_line(report.headings(comparison), tag='th')}{rows}</table>"
 
 
 def html(comparison: Comparison) -> str:

@@ -24,8 +24,15 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from optimus.core.errors import BackendUnavailableError, OptimusError, VerificationError
+from optimus.core.errors import (
+    BackendUnavailableError,
+    NothingToDoError,
+    OptimusError,
+    VerificationError,
+)
 from optimus.measure import load, machine, text
+from optimus.measure.answers import AGREEMENT, PERPLEXITY, SIMILARITY
+from optimus.measure.perplexity import Perplexity, perplexity
 from optimus.measure.text import Batch
 
 STOCK = "stock"
@@ -97,8 +104,12 @@ def _save(runner: Runner, batches: list[Batch], path: Path) -> None:
     from safetensors.torch import save_file
 
     for number, batch in enumerate(batches):
-        real = _real(runner.forward(batch), batch).float().contiguous()
-        save_file({"output": real}, path / f"{number}.safetensors")
+        output = runner.forward(batch)
+        real = _real(output, batch)
+        kept = {"output": real.float().contiguous()}
+        if real is not output:
+            kept["counts"] = batch["attention_mask"].sum(dim=1)
+        save_file(kept, path / f"{number}.safetensors")
 
 
 @torch.inference_mode()
@@ -137,7 +148,26 @@ def _positions(config: Any) -> int:
     return int(rows) - reserved
 
 
-def _prepare(task: Task) -> tuple[Runner, list[Batch], dict[str, object]]:
+def _judged_by(config: Any) -> str:
+    """What tells whether the model's answers are still good, by the head that its class has."""
+    from transformers.models.auto import modeling_auto
+
+    name = load.model_class(config).__name__
+    if name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return PERPLEXITY
+    return AGREEMENT if "For" in name else SIMILARITY
+
+
+def _surprise(task: Task, runner: Runner, length: int) -> Perplexity:
+    """Perplexity on the whole texts, in windows of the batches' length that overlap by half."""
+    tokenizer = load.load_tokenizer(task.model)
+    ids = [tokenizer(one, verbose=False)["input_ids"] for one in task.texts]
+    length = max(length, 2)
+    stride = length // 2
+    return perplexity(runner.forward, ids, length=length, stride=stride, batch=task.batch)
+
+
+def _prepare(task: Task) -> tuple[Runner, list[Batch], dict[str, Any]]:
     tokenizer = load.load_tokenizer(task.model)
     config = load.read_config(task.model)
     length = min(task.length, _positions(config.get_text_config()))
@@ -146,7 +176,15 @@ def _prepare(task: Task) -> tuple[Runner, list[Batch], dict[str, object]]:
     runner = _factory(task.side)(task, batches)
     _seconds(runner, batches)  # warm up: first calls allocate, pick kernels and compile
     real, places = text.count_tokens(batches)
-    return runner, batches, {"tokens": real, "places": places, "length": length}
+    facts = {"tokens": real, "places": places, "length": length, "judge": _judged_by(config)}
+    return runner, batches, facts
+
+
+def _quality(task: Task, runner: Runner, facts: dict[str, Any]) -> dict[str, object]:
+    if facts["judge"] != PERPLEXITY:
+        return {}
+    found = _surprise(task, runner, facts["length"])
+    return {PERPLEXITY: found.value, "scored": found.tokens}
 
 
 def _answers(orders: Iterator[dict[str, Any]], task: Task) -> Iterator[dict[str, object]]:
@@ -164,11 +202,15 @@ def _answers(orders: Iterator[dict[str, Any]], task: Task) -> Iterator[dict[str,
         else:
             peak = machine.peak_bytes()  # before the outputs are gathered, which is our own cost
             _save(runner, batches, Path(order["folder"]))
-            yield {"event": "end", "peak_bytes": peak}
+            yield {"event": "end", "peak_bytes": peak, **_quality(task, runner, facts)}
 
 
 def _failure(error: OptimusError) -> dict[str, object]:
-    kinds = {BackendUnavailableError: "refused", VerificationError: "unverified"}
+    kinds = {
+        BackendUnavailableError: "refused",
+        NothingToDoError: "refused",
+        VerificationError: "unverified",
+    }
     return {"event": kinds.get(type(error), "failed"), "reason": str(error)}
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from optimus.core.backend import CPUS, Context, Mode
 from optimus.core.canonical import Canonical, like
-from optimus.core.errors import IrreversibleError, Refusal
-from optimus.core.originals import Keeper, Original
+from optimus.core.errors import Refusal
+from optimus.core.originals import Keeper, Original, demand
 from optimus.core.paths import is_sharded
 from optimus.core.replacement import Fidelity, reclassed
 from optimus.core.surgery import Surgeon
@@ -123,12 +123,7 @@ class WithOriginals(Canonical):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Write what the stock model would; ``IrreversibleError`` where nothing was kept."""
-        if any(original.lost for original in self._optimus_originals.values()):
-            raise IrreversibleError(
-                "the originals were not kept (keep='none'), so save_pretrained cannot write them. "
-                "Write model.state_dict() with safetensors to keep the bf16 values, or load the "
-                "model again and transform with keep='host', 'disk' or 'source'."
-            )
+        demand(self._optimus_originals.values())
         vars(self)["_stock_dtype"] = torch.float32
         try:
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]

@@ -111,15 +111,28 @@ class Packed(Mixin):
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
-        weight = site.module._parameters.get("weight")
-        if isinstance(site.owner, nn.MultiheadAttention | nn.TransformerEncoderLayer):
-            return Refusal(f"{type(site.owner).__name__} reads the weight itself")
-        if type(weight) is not nn.Parameter:
-            kind = "missing" if weight is None else f"a {type(weight).__name__}"
-            return Refusal(f"weight is {kind}")
-        if weight.is_meta and "_hf_hook" in vars(site.module):
-            return Refusal("weight is offloaded: accelerate brings it in for each call")
-        return _unfit_weight(weight) or _unfit_hardware(weight, context)
+        if refusal := out_of_reach(site, "weight"):
+            return refusal
+        weight = cast(nn.Parameter, site.module._parameters["weight"])
+        return _unfit_weight(weight) or _unfit_hardware(context)
+
+    @classmethod
+    def size(cls, module: nn.Module) -> str:
+        """``"OUTxIN"``."""
+        weight = cast(nn.Parameter, module._parameters["weight"])
+        rows, columns = weight.shape[::-1] if cls.packing.transposed else weight.shape
+        return f"{rows}x{columns}"
+
+    @classmethod
+    def expected(cls, context: Context) -> Refusal | None:
+        """A loss for fp32 decoders on Intel's processors, where MKL has a kernel for one row."""
+        intel = context.backend.vendor == "GenuineIntel"
+        if intel and context.decodes and context.dtype is torch.float32:
+            return Refusal(
+                "decoding is one row a product, where MKL's fp32 is faster: 0.88x measured "
+                "(2048 x 2048, 2 threads, Cascade Lake; `optimus tune` measures this machine)"
+            )
+        return None
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -139,7 +152,7 @@ class Packed(Mixin):
         if packed is None:
             return super().forward(input)  # type: ignore[misc, no-any-return]
         if torch.is_grad_enabled() and _differentiable(input, self.bias):
-            return packed_linear(input, packed.handle, self.bias, packed.out_features)
+            return self._product(input, packed)
         return packed.matmul(input, self.bias)
 
     def _traced(self, input: Tensor) -> Tensor:
@@ -151,6 +164,10 @@ class Packed(Mixin):
             )
         if packed is None or input.dtype is not packed.dtype or self._is_lent_another():
             return super().forward(input)  # type: ignore[misc, no-any-return]
+        return self._product(input, packed)
+
+    def _product(self, input: Tensor, packed: PackedWeight) -> Tensor:
+        """The product for compilers and autograd."""
         return packed_linear(input, packed.handle, self.bias, packed.out_features)
 
     def _ready(self, input: Tensor) -> PackedWeight | None:
@@ -210,6 +227,19 @@ class PackedByColumn(Packed):
     bridges = (packing,)
 
 
+def out_of_reach(site: Site, key: str) -> Refusal | None:
+    """Why nobody may change the layout of this parameter of the site."""
+    weight = site.module._parameters.get(key)
+    if isinstance(site.owner, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        return Refusal(f"{type(site.owner).__name__} reads the {key} itself")
+    if type(weight) is not nn.Parameter:
+        kind = "missing" if weight is None else f"a {type(weight).__name__}"
+        return Refusal(f"{key} is {kind}")
+    if weight.is_meta and "_hf_hook" in vars(site.module):
+        return Refusal(f"{key} is offloaded: accelerate brings it in for each call")
+    return None
+
+
 def _differentiable(input: Tensor, bias: Tensor | None) -> bool:
     return input.requires_grad or (bias is not None and bias.requires_grad)
 
@@ -219,19 +249,18 @@ def _unfit_weight(weight: nn.Parameter) -> Refusal | None:
         return Refusal(f"weight is {str(weight.dtype).removeprefix('torch.')}")
     if weight.ndim != 2:
         return Refusal(f"weight has {weight.ndim} dimensions")
+    return too_small(weight)
+
+
+def too_small(weight: nn.Parameter) -> Refusal | None:
+    """Whether the call costs more than the layout saves."""
     if weight.numel() < SMALLEST:
         return Refusal(f"too small to pay: fewer than {SMALLEST:,} weights")
     return None
 
 
-def _unfit_hardware(weight: nn.Parameter, context: Context) -> Refusal | None:
-    backend = context.backend
+def _unfit_hardware(context: Context) -> Refusal | None:
     needed = "packed-linear-bf16" if context.dtype is torch.bfloat16 else "packed-linear"
-    if needed not in backend.features:
+    if needed not in context.backend.features:
         return Refusal("this torch has no oneDNN products for the dtype", hardware=True)
-    if backend.vendor == "GenuineIntel" and context.decodes and context.dtype is torch.float32:
-        return Refusal(
-            "decoding is one row a product, where MKL's fp32 is faster: 0.88x measured "
-            "(2048 x 2048, 2 threads, Cascade Lake)"
-        )
     return None

@@ -1,0 +1,77 @@
+"""What a model is to become, as data: stages of names, and which paths are to differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from optimus.core.backend import Backend
+from optimus.core.errors import BackendUnavailableError, PlanError
+from optimus.core.originals import KEEPS, Keep
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Ordered stages of name patterns. A lone ``"*"`` takes whatever keeps the model's precision.
+
+    ``skip``: globs of paths to leave alone. ``keep``: where originals of lossy changes wait.
+    ``overrides``: pairs of a glob of paths and the name pattern that lossy stages use there in
+    place of their own, or ``"stock"`` for none; the first glob that fits decides.
+
+    >>> Recipe.named("int4", overrides=(("model.layers.0.*", "*.int8"),)).overrides[:2]
+    (('model.layers.0.*', '*.int8'), ('*lm_head', '*.int8'))
+    """
+
+    name: str
+    stages: tuple[tuple[str, ...], ...]
+    skip: tuple[str, ...] = ()
+    keep: Keep = "host"
+    overrides: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def named(cls, name: str, *, overrides: tuple[tuple[str, str], ...] = ()) -> Recipe:
+        """The recipe of that name; ``overrides`` come before its own."""
+        known = RECIPES.get(name)
+        if known is None:
+            raise PlanError(f"no recipe is built as {name!r}; known are {', '.join(RECIPES)}")
+        return replace(known, overrides=(*overrides, *known.overrides))
+
+    def lossy_at(self, path: str, pattern: str) -> str:
+        """What a lossy stage of ``pattern`` looks for at ``path``."""
+        fitting = (name for glob, name in self.overrides if fnmatchcase(path, glob))
+        return next(fitting, pattern)
+
+
+# A router that errs sends a token to another expert: a jump, and not a drift.
+ROUTERS = (("*.gate", STOCK), ("*.router", STOCK), ("*.shared_expert_gate", STOCK))
+# Of a decoder's layers the head has the most to tell apart, and it is read once a token.
+HEADS = tuple((glob, "*.int8") for glob in ("*lm_head", "*embed_out", "*predictions.decoder"))
+USUAL = (*HEADS, *ROUTERS)
+
+RECIPES: dict[str, Recipe | None] = {
+    "auto": Recipe("auto", (("*",),)),
+    "bf16": Recipe("bf16", (("cpu.bf16",), ("*",))),
+    "int8": Recipe("int8", (("*.int8",), ("*",)), overrides=ROUTERS),
+    "int8-dynamic": Recipe("int8-dynamic", (("*.int8-dynamic",), ("*",)), overrides=ROUTERS),
+    "int4": Recipe("int4", (("*.int4",), ("*",)), overrides=USUAL),
+    "fp8": None,
+}
+
+
+def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None = None) -> Recipe:
+    """The recipe of that name, with ``keep`` put in."""
+    if keep is not None and keep not in KEEPS:
+        raise PlanError(f"unknown keep {keep!r}; known are {', '.join(KEEPS)}")
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise PlanError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
+        built = RECIPES[recipe]
+        if built is None:
+            ready = ", ".join(name for name, one in RECIPES.items() if one)
+            raise BackendUnavailableError(
+                f"recipe {recipe!r} is not built yet for {backend.name}; built are {ready}."
+            )
+        recipe = built
+    return recipe if keep is None else replace(recipe, keep=keep)

@@ -1,0 +1,1 @@
+"""Generation through transformers' own ``generate``, on a cache that is not allocated anew."""

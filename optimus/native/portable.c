@@ -1,0 +1,187 @@
+/* The same in plain C, in loops that a compiler turns into the vectors of any processor. */
+#include "quantized.h"
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=haswell", "default")))
+#else
+#define CLONES
+#endif
+
+static float from_bf16(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+/* Between fp16 and fp32 by arithmetic on their bits: exact, subnormals, infinity and NaN too. */
+static float from_fp16(uint16_t half)
+{
+    uint32_t rest = (uint32_t)(half & 0x7FFF) << 13, bits;
+    float value;
+    memcpy(&value, &rest, sizeof value);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, sizeof bits);
+    if (rest >= 0x7C00u << 13)
+        bits |= INFINITE;
+    bits |= (uint32_t)(half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static uint16_t to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value != value)
+        return 0x7FC0;
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+static uint16_t to_fp16(float value)
+{
+    uint32_t bits, sign;
+    memcpy(&bits, &value, sizeof bits);
+    sign = bits >> 16 & 0x8000;
+    bits &= 0x7FFFFFFF;
+    if (bits > INFINITE)
+        return (uint16_t)(sign | 0x7E00);
+    if (bits >= 0x477FF000)
+        return (uint16_t)(sign | 0x7C00);
+    if (bits < 0x38800000) {
+        float small;
+        memcpy(&small, &bits, sizeof small);
+        small += 0.5f;
+        memcpy(&bits, &small, sizeof bits);
+        return (uint16_t)(sign | (bits - 0x3F000000));
+    }
+    return (uint16_t)(sign | ((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000) >> 13));
+}
+
+static float load(const void *from, int64_t at, int dtype)
+{
+    if (dtype == FLOAT32)
+        return ((const float *)from)[at];
+    uint16_t half = ((const uint16_t *)from)[at];
+    return dtype == BFLOAT16 ? from_bf16(half) : from_fp16(half);
+}
+
+static void store(void *to, int64_t at, int dtype, float value)
+{
+    if (dtype == FLOAT32)
+        ((float *)to)[at] = value;
+    else
+        ((uint16_t *)to)[at] = dtype == BFLOAT16 ? to_bf16(value) : to_fp16(value);
+}
+
+static uint32_t largest(const call_t *call, int64_t at, int64_t valid)
+{
+    uint32_t most = 0;
+    for (int64_t i = 0; i < valid; i++) {
+        float x = load(call->input, at + i, call->dtype);
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        bits &= 0x7FFFFFFF;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+static int32_t encode(const call_t *call, int64_t at, int64_t length, int64_t valid, float inverse,
+                      int32_t *to, int64_t apart)
+{
+    int32_t sum = 0;
+    for (int64_t i = 0; i < length; i += STEP, to += apart) {
+        int8_t four[STEP] = {0};
+        for (int64_t j = 0; j < STEP && i + j < valid && inverse != 0; j++) {
+            four[j] = (int8_t)nearbyintf(load(call->input, at + i + j, call->dtype) * inverse);
+            sum += four[j];
+        }
+        memcpy(to, four, sizeof four);
+    }
+    return sum;
+}
+
+static void round_row(const call_t *call, int64_t row)
+{
+    const optimus_weight *weight = call->weight;
+    const place_t place = optimus_place(call, row);
+    int64_t from = (call->first_row + row) * call->stride;
+    float scale = 0, inverse = 0;
+    for (int64_t g = 0; g < call->groups; g++) {
+        int64_t at = g * call->group, left = weight->k - at;
+        if (g == 0 || !weight->rows) {
+            int64_t valid = weight->rows || left < call->group ? left : call->group;
+            scale = optimus_activation_scale(largest(call, from + at, valid), &inverse);
+        }
+        int32_t sum = encode(call, from + at, call->group, left, inverse,
+                             place.codes + at / STEP * place.apart, place.apart);
+        optimus_set_start(call, place, g, scale, sum);
+    }
+}
+
+static void unpack(const uint8_t *packed, uint8_t *codes, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i += 64)
+        for (int64_t j = 0; j < 64; j++) {
+            codes[2 * i + j] = packed[i + j] & 15;
+            codes[2 * i + 64 + j] = packed[i + j] >> 4;
+        }
+}
+
+/* One step of k: four products into each of 16 sums. */
+static inline void step(int32_t *sum, const uint8_t *w, const int8_t *x)
+{
+    for (int n = 0; n < TILE; n++)
+        sum[n] += w[4 * n] * x[0] + w[4 * n + 1] * x[1] + w[4 * n + 2] * x[2] + w[4 * n + 3] * x[3];
+}
+
+/* One row times one tile. */
+CLONES static void product(const call_t *call, const uint8_t *codes, int bits, int64_t tile,
+                           place_t place, float *total)
+{
+    const optimus_weight *weight = call->weight;
+    const int32_t *x = place.codes;
+    for (int64_t g = 0; g < call->groups; g++) {
+        const int64_t of = (tile * call->groups + g) * TILE;
+        const float scale = place.scale[g * place.apart];
+        int32_t sum[TILE], start = place.start[g * place.apart];
+        float share;
+        memcpy(&share, &start, sizeof share);
+        for (int n = 0; n < TILE; n++)
+            sum[n] = weight->minimum ? 0 : start;
+        for (int64_t k = 0; k < call->group; k += 2 * STEP, x += 2 * place.apart) {
+            uint8_t both[128];
+            const uint8_t *steps = codes;
+            if (bits == 4)
+                unpack(codes, both, 64), steps = both;
+            step(sum, steps, (const int8_t *)x);
+            step(sum, steps + 64, (const int8_t *)(x + place.apart));
+            codes += 2 * 64 * bits / 8;
+        }
+        for (int n = 0; n < TILE; n++) {
+            total[n] += (float)sum[n] * (from_bf16(weight->scale[of + n]) * scale);
+            if (weight->minimum)
+                total[n] += from_bf16(weight->minimum[of + n]) * share;
+        }
+    }
+}
+
+static void multiply(const call_t *call, const uint8_t *codes, int bits, int64_t tile,
+                     int64_t tiles, int64_t row, int64_t rows, ahead_t *ahead)
+{
+    (void)ahead;
+    const int64_t stride = call->kp * TILE * bits / 8, n = call->weight->n;
+    for (int64_t t = 0; t < tiles; t++)
+        for (int64_t r = row; r < row + rows; r++) {
+            float total[TILE] = {0};
+            product(call, codes + t * stride, bits, tile + t, optimus_place(call, r), total);
+            for (int64_t i = 0, c = (tile + t) * TILE; i < TILE && c < n; i++, c++) {
+                float bias = call->bias ? load(call->bias, c, call->bias_dtype) : 0;
+                store(call->output, (call->first_row + r) * n + c, call->dtype, total[i] + bias);
+            }
+        }
+}
+
+const kernels_t optimus_portable = {round_row, multiply, unpack};

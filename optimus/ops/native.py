@@ -1,0 +1,131 @@
+"""The compiled kernels of ``optimus/native``, loaded at the first call.
+
+They are plain C behind ctypes, so that one build serves every Python and torch. Their threads are
+those of torch: the entry to a parallel region is looked up in the OpenMP runtime that torch itself
+is linked to, and without one they run on one thread; a second pool would fight the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parents[1] / "native"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PORTABLE = 0
+
+
+class Weight(ctypes.Structure):
+    """``optimus_weight`` of ``native/quantized.h``. Holds addresses, and keeps nothing alive."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("minimum", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+    )
+
+
+class _Native:
+    """The library: its one function with the signature set, and what of it to use here."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        entry = _parallel_entry()
+        if entry is not None:
+            library.optimus_set_parallel.argtypes = (ctypes.c_void_p,)
+            library.optimus_set_parallel.restype = None
+            library.optimus_set_parallel(entry)
+        self.kernels: int = library.optimus_kernels()
+        self.linear: Callable[..., int] = library.optimus_quantized_linear
+        pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        library.optimus_quantized_linear.argtypes = (
+            *(pointer, pointer, wide, wide, narrow),
+            *(pointer, narrow, pointer, narrow, narrow),
+        )
+
+
+@functools.cache
+def _load() -> _Native | str:
+    built = sorted(FOLDER.glob("_kernels*.so")) + sorted(FOLDER.glob("_kernels*.pyd"))
+    if not built:
+        return "not built: there was no C compiler when optimus was installed"
+    try:
+        return _Native(ctypes.CDLL(str(built[0])))
+    except (OSError, AttributeError) as error:
+        return f"{built[0].name} cannot be loaded: {error}"
+
+
+def _parallel_entry() -> int | None:
+    """Where ``GOMP_parallel`` is in torch's own runtime: libgomp, LLVM's or Intel's."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            try:
+                # Already loaded: this only finds it, and what it depends on.
+                entry = ctypes.CDLL(str(path)).GOMP_parallel
+            except (OSError, AttributeError):
+                return None
+            return ctypes.cast(entry, ctypes.c_void_p).value
+    return None
+
+
+def available() -> str | None:
+    """Why the compiled kernels cannot be used here; None where they can."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def weight(
+    codes: Tensor, scale: Tensor, minimum: Tensor | None, shape: tuple[int, int], **how: int
+) -> Any:
+    """The reference to a packed weight that ``linear`` takes. The caller keeps the tensors."""
+    return ctypes.byref(
+        Weight(
+            codes.data_ptr(),
+            scale.data_ptr(),
+            None if minimum is None else minimum.data_ptr(),
+            *shape,
+            **how,
+        )
+    )
+
+
+def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:
+    """``input [..., k] @ weightᵀ + bias`` in the input's dtype. ``available()`` must be None."""
+    native = _load()
+    assert not isinstance(native, str)
+    *leading, width = input.shape
+    if not input.is_contiguous():
+        # A view where one row follows another at a constant distance; otherwise a copy.
+        input = input.reshape(-1, width)
+        input = input if input.stride(1) == 1 else input.contiguous()
+    stride = input.stride(-2) if input.ndim > 1 else width
+    dtype = DTYPES[input.dtype]
+    out = input.new_empty((*leading, out_features))
+    if bias is not None and not (bias.dtype in DTYPES and bias.is_contiguous()):
+        bias = bias.contiguous().float()
+    failed = native.linear(
+        weight,
+        input.data_ptr(),
+        input.numel() // width,
+        stride,
+        dtype,
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else DTYPES[bias.dtype],
+        out.data_ptr(),
+        torch.get_num_threads(),
+        native.kernels,
+    )
+    if failed:
+        raise MemoryError("no memory for the rounded activations of a quantized linear layer")
+    return out

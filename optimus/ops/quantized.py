@@ -1,0 +1,331 @@
+"""Linear layers on a weight of 8 or 4 bits, with activations rounded to 8 bits on the way.
+
+``y = (a ∘ x8) @ (s ∘ (q - zero))ᵀ + bias``: every group of k shares one weight scale a row of the
+weight, and one activation scale a row of the input. Products and their sums over a group are exact
+integers. A row of the input that holds NaN or infinity comes out as NaN throughout.
+
+The packed weight: ``[n / 16][k / 4][16][4]`` unsigned bytes, the operand of ``vpdpbusd``; of 4 bits
+two steps of k share a byte. One layout serves one row and many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from optimus.core.errors import Refusal
+from optimus.ops import native
+from optimus.ops.rounding import Rounded, importance, rounded, zero_code
+
+__all__ = [
+    "INT4",
+    "INT8",
+    "INT8_DYNAMIC",
+    "QuantizedWeight",
+    "Scheme",
+    "importance",
+    "quantized_linear",
+    "unfit",
+]
+
+TILE = 16
+STEP = 32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Sums of k products of 8 bits that fit an int32: 2³¹ / (128 · 127).
+LONGEST = 131_072
+# Numbers of a weight that are made dense at once where no compiled kernel is.
+DENSE = 1 << 22
+
+_handles = itertools.count(1)
+_living: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a weight is rounded.
+
+    bits: 8 or 4. group: how many numbers of k share a scale; 0 is the whole row.
+    symmetric: codes around zero; otherwise each group has a minimum of its own.
+    rows: activations share one scale a row instead of one a group.
+    """
+
+    bits: int
+    group: int = 32
+    symmetric: bool = True
+    rows: bool = False
+
+
+INT8 = Scheme(8, 32)
+INT8_DYNAMIC = Scheme(8, 0, rows=True)
+INT4 = Scheme(4, 32)
+
+
+def unfit(weight: Tensor, scheme: Scheme) -> Refusal | None:
+    """Why this weight cannot be rounded so; None where it can."""
+    if weight.ndim != 2:
+        return Refusal(f"weight has {weight.ndim} dimensions")
+    if weight.dtype not in DTYPES:
+        return Refusal(f"weight is {str(weight.dtype).removeprefix('torch.')}")
+    if weight.device.type != "cpu":
+        return Refusal(f"weight is on {weight.device.type}")
+    if weight.numel() == 0:
+        return Refusal("weight is empty")
+    return _unfit_scheme(weight.shape[1], scheme) or _unfit_numbers(weight)
+
+
+def _unfit_scheme(width: int, scheme: Scheme) -> Refusal | None:
+    if scheme.bits not in (4, 8):
+        return Refusal(f"{scheme.bits} bits: only 4 and 8 have kernels")
+    if scheme.group and scheme.group % STEP:
+        return Refusal(f"groups of {scheme.group}: a multiple of {STEP} is needed")
+    if scheme.group and width % scheme.group:
+        return Refusal(f"groups of {scheme.group} do not divide {width} input features")
+    if width > LONGEST:
+        return Refusal(f"{width} input features: sums over more than {LONGEST:,} overflow")
+    return None
+
+
+def _unfit_numbers(weight: Tensor) -> Refusal | None:
+    # One pass without a temporary as large as the weight.
+    if all(torch.isfinite(rows).all() for rows in weight.detach().split(256)):
+        return None
+    return Refusal("weight holds NaN or infinity")
+
+
+class QuantizedWeight:
+    """One weight ``[out, in]`` as codes and scales. Never written to; copies share the codes."""
+
+    def __init__(self, weight: Tensor, scheme: Scheme, importance: Tensor | None = None) -> None:
+        refusal = unfit(weight, scheme)
+        if refusal is not None:
+            raise ValueError(
+                f"a weight {tuple(weight.shape)} cannot be rounded by {scheme}: {refusal.reason}. "
+                "Ask optimus.ops.quantized.unfit first."
+            )
+        width = weight.shape[1]
+        # Grad mode off, inference mode off: the codes must be usable in either.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            found = rounded(
+                weight.detach(),
+                scheme.bits,
+                scheme.group or width,
+                symmetric=scheme.symmetric,
+                importance=importance,
+            )
+            self._set(_tiled(found, scheme), weight.shape, weight.dtype, scheme)
+
+    def _set(
+        self, tiles: Rounded, shape: Sequence[int], dtype: torch.dtype, scheme: Scheme
+    ) -> None:
+        self.out_features, self.in_features = shape
+        self.dtype, self.scheme = dtype, scheme
+        self.tiles = tiles
+        self._native = self._reference() if native.available() is None else None
+        number = next(_handles)
+        self.handle = torch.tensor(number)
+        _living[number] = self
+
+    def _reference(self) -> Any:
+        shape, how = (self.out_features, self.in_features), self.scheme
+        return native.weight(*self.tiles, shape, group=how.group, bits=how.bits, rows=how.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and minima."""
+        return sum(part.nbytes for part in self.tiles if part is not None)
+
+    @classmethod
+    def concatenated(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """One weight whose output is theirs side by side: the input is rounded once for all.
+
+        They must agree in input features, scheme and dtype.
+        """
+        first = weights[0]
+        for other in weights[1:]:
+            if (other.in_features, other.scheme, other.dtype) != (
+                first.in_features,
+                first.scheme,
+                first.dtype,
+            ):
+                raise ValueError("weights of different width, scheme or dtype cannot be joined")
+        parts = [_untiled(w.tiles, w.out_features, w.in_features, w.scheme) for w in weights]
+        whole = Rounded(*(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True)))
+        shape = (sum(w.out_features for w in weights), first.in_features)
+        return _restore(_tiled(whole, first.scheme), shape, first.dtype, first.scheme, cls)
+
+    def matmul(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """``input [..., in] @ weightᵀ + bias``, in the input's dtype, whatever the weight's was.
+
+        Not differentiable; see ``quantized_linear``.
+        """
+        if input.dtype not in DTYPES or input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"a quantized linear layer takes [..., {self.in_features}] of float32, bfloat16 or "
+                f"float16, and was given {tuple(input.shape)} of {input.dtype}"
+            )
+        if self._native is not None:
+            return native.linear(self._native, self.out_features, input, bias)
+        return self._plain(input, bias)
+
+    def _plain(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with torch's own operators: the same rounding, much slower."""
+        with torch.no_grad():
+            x = self._rounded_input(input.detach())
+            parts = [linear(x, rows) for rows in self._dense_slices()]
+            out = torch.cat(parts, -1)
+            if bias is not None:
+                out += bias.float()
+            return out.view(*input.shape[:-1], self.out_features).to(input.dtype)
+
+    def _rounded_input(self, input: Tensor) -> Tensor:
+        width = self.in_features
+        group = width if self.scheme.rows or not self.scheme.group else self.scheme.group
+        x = input.reshape(-1, width).float().view(-1, width // group, group)
+        largest = x.abs().amax(-1, keepdim=True)
+        # Below this the inverse of the scale is beyond fp32.
+        scale = torch.where(largest > TINY, largest / 127, 0.0)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        # A quotient of two tensors: torch takes a number over a tensor by way of the reciprocal.
+        inverse = torch.where(scale > 0, torch.full_like(largest, 127) / largest, 0.0)
+        codes = torch.where(scale.isnan(), 0.0, x * inverse).round()
+        return (codes * scale).flatten(1)
+
+    def _dense_slices(self) -> list[Tensor]:
+        """fp32 rows of the weight, a few at a time."""
+        codes, scale, minimum = self.tiles
+        step = max(1, DENSE // (TILE * self.in_features))
+        slices = []
+        for start in range(0, codes.shape[0], step):
+            part = slice(start, start + step)
+            left = min(step * TILE, self.out_features - start * TILE)
+            tiles = Rounded(codes[part], scale[part], None if minimum is None else minimum[part])
+            plain = _untiled(tiles, left, self.in_features, self.scheme)
+            slices.append(_dequantized(plain, self.scheme))
+        return slices
+
+    def dense(self) -> Tensor:
+        """The rounded weight ``[out, in]`` in its own dtype, newly allocated."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return torch.cat([rows.to(self.dtype) for rows in self._dense_slices()])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        shape = (self.out_features, self.in_features)
+        return _restore(self.tiles, shape, self.dtype, self.scheme, type(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shape = (self.out_features, self.in_features)
+        return _restore, (self.tiles, shape, self.dtype, self.scheme, type(self))
+
+
+# The smallest activation for which 127 / x is finite in fp32.
+TINY = 127 / torch.finfo(torch.float32).max
+
+
+def _restore(
+    tiles: Rounded, shape: Sequence[int], dtype: torch.dtype, scheme: Scheme, cls: type[Any]
+) -> Any:
+    weight = cls.__new__(cls)
+    with torch.inference_mode(mode=False):
+        weight._set(tiles, shape, dtype, scheme)
+    return weight
+
+
+def _tiled(plain: Rounded, scheme: Scheme) -> Rounded:
+    """Into tiles of 16 rows by 4 numbers of k, padded with zeros."""
+    rows, width = plain.codes.shape
+    missing = -rows % TILE
+    codes = pad(plain.codes, (0, -width % STEP, 0, missing))
+    tiles = codes.view(-1, TILE, codes.shape[1] // 4, 4).transpose(1, 2)
+    if scheme.bits == 4:
+        tiles = tiles[:, ::2] | (tiles[:, 1::2] << 4)
+    return Rounded(
+        tiles.contiguous(),
+        _tiled_scale(plain.scale, missing),
+        None if plain.minimum is None else _tiled_scale(plain.minimum, missing),
+    )
+
+
+def _tiled_scale(scale: Tensor, missing: int) -> Tensor:
+    padded = pad(scale, (0, 0, 0, missing))
+    return padded.view(-1, TILE, padded.shape[1]).transpose(1, 2).contiguous()
+
+
+def _untiled(tiles: Rounded, rows: int, width: int, scheme: Scheme) -> Rounded:
+    codes = tiles.codes
+    if scheme.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1, 2)
+    codes = codes.transpose(1, 2).reshape(codes.shape[0] * TILE, -1)[:rows, :width]
+    scale, minimum = (
+        None if one is None else one.transpose(1, 2).reshape(codes_rows(one), -1)[:rows]
+        for one in tiles[1:]
+    )
+    assert scale is not None
+    return Rounded(codes, scale, minimum)
+
+
+def codes_rows(scale: Tensor) -> int:
+    """Rows of the weight in a tiled ``scale``, with those that pad it."""
+    return scale.shape[0] * TILE
+
+
+def _dequantized(plain: Rounded, scheme: Scheme) -> Tensor:
+    codes, scale, minimum = plain
+    steps = codes.float().view(*scale.shape, -1)
+    if minimum is None:
+        steps -= zero_code(scheme.bits)
+        return (steps * scale.float().unsqueeze(-1)).flatten(1)
+    return (steps * scale.float().unsqueeze(-1) + minimum.float().unsqueeze(-1)).flatten(1)
+
+
+def _find(handle: Tensor) -> QuantizedWeight:
+    return _living[int(handle.item())]
+
+
+@torch.library.custom_op("optimus::quantized_linear", mutates_args=())
+def quantized_linear(
+    input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
+    """``QuantizedWeight.matmul`` for compilers and autograd. ``handle`` is the weight's own.
+
+    The gradient is that of the rounded weight; the rounding of the activations passes it through.
+    """
+    return _find(handle).matmul(input, bias)
+
+
+@quantized_linear.register_fake
+def _(input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], out_features)
+
+
+@torch.library.custom_op("optimus::quantized_linear_input_grad", mutates_args=())
+def _input_grad(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
+    return grad @ _find(handle).dense().to(grad.dtype)
+
+
+@_input_grad.register_fake
+def _(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], in_features)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, handle, bias, _ = inputs
+    ctx.save_for_backward(handle)
+    ctx.in_features, ctx.has_bias = input.shape[-1], bias is not None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (handle,) = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    input_grad = _input_grad(grad, handle, ctx.in_features) if wanted[0] else None
+    bias_grad = grad.flatten(0, -2).sum(0) if ctx.has_bias and wanted[2] else None
+    return input_grad, None, bias_grad, None
+
+
+quantized_linear.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,50 @@
+"""Generation: caches with room, for a model that generates on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from optimus.core.backend import CPUS, Context, Mode
+from optimus.core.errors import Refusal
+from optimus.core.originals import Keeper
+from optimus.core.paths import generates
+from optimus.core.replacement import Fidelity, reclassed
+from optimus.core.surgery import Surgeon
+from optimus.generation.roomy import RoomyGeneration
+
+NEEDED = "_prepare_cache_for_generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Roomy:
+    """The model's own class, with ``generate`` on a cache that is written and not copied."""
+
+    name: str = "cpu.cache"
+    fidelity: Fidelity = Fidelity.EXACT
+    backends: frozenset[str] = CPUS
+
+    def refuses(self, model: nn.Module, context: Context) -> Refusal | None:
+        """Where nothing generates, or in another way."""
+        if context.backend.name not in self.backends:
+            return Refusal(f"not for {context.backend.name}", hardware=True)
+        if context.mode is not Mode.INFERENCE:
+            return Refusal(f"not for {context.mode.value}")
+        if not generates(model) or not hasattr(model, NEEDED):
+            return Refusal("it does not generate by transformers' generate")
+        if not model._supports_default_dynamic_cache():  # type: ignore[operator]
+            return Refusal("it has a cache of its own kind")
+        return None
+
+    def settles(self, context: Context) -> Context:
+        """Nothing changes for the others."""
+        return context
+
+    def run(self, model: nn.Module, surgeon: Surgeon, keeper: Keeper) -> None:
+        """Swap the class of the root."""
+        RoomyGeneration.setup(model, surgeon)
+        surgeon.reclass(model, reclassed(RoomyGeneration, type(model)))
+
+
+PASSES = (Roomy(),)

@@ -1,0 +1,26 @@
+"""The compiled kernels, which are optional: without a C compiler the package installs all the same.
+
+They are loaded by ctypes, know nothing of Python and torch, and need neither to be built.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from setuptools import Extension, setup
+
+SOURCES = ["quantized.c", "portable.c", "vnni.c"]
+UNIX = ["-O3", "-std=c11", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "optimus.native._kernels",
+            sources=[f"optimus/native/{name}" for name in SOURCES],
+            depends=["optimus/native/quantized.h"],
+            libraries=[] if sys.platform == "win32" else ["m"],
+            extra_compile_args=[] if sys.platform == "win32" else UNIX,
+            optional=True,
+        )
+    ]
+)
