@@ -11,12 +11,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: .venv/demo
 	$(BIN)/python benchmarks/demo.py
 
+# Tiny models on one thread, so that every core has a worker of its own.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 # With the sweep over every row and every model type of transformers: about an hour.
 test-all: lint
-	$(BIN)/python -m pytest -m ''
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' -n auto --maxprocesses 4 --dist worksteal
 
 # Trains a small language model on the standard library's text once: minutes.
 accuracy: .venv/test
@@ -30,7 +31,8 @@ lint: .venv/test
 bench: .venv/bench
 	for name in bert minilm cost; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-.venv/base: pyproject.toml constraints.txt
+# The kernels are built where optimus is installed, if there is a compiler.
+.venv/base: pyproject.toml constraints.txt setup.py $(wildcard optimus/native/*.[ch])
 	@test -n "$(PYTHON)" || { echo "optimus needs Python 3.11 or newer"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(PIP) torch

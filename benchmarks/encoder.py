@@ -1,7 +1,8 @@
 """The ragged BERT of ``bert`` at 8 bits: optimus's int8-dynamic beside OpenVINO's by NNCF.
 
 BERT-base width, 6 layers, 16 real docstrings of up to 128 tokens. Needs the extra:
-``pip install 'optimus[bench]'``. NNCF calibrates on the batches that are timed, in its favour.
+``pip install 'optimus[bench,peers]'``. NNCF calibrates on the batches that are timed, which
+favours it.
 
     python benchmarks/encoder.py [--sides GLOBS] [--runs 9]
 """

@@ -2,7 +2,7 @@
 
 One seeded checkpoint in bf16 is what all sides read: transformers loads it, and ``write_gguf``
 writes the same numbers for llama.cpp, whose own quantizer makes Q8_0 and Q4_0 of them.
-Needs the extra: ``pip install 'optimus[bench]'``; llama.cpp is built natively by
+Needs the extra: ``pip install 'optimus[peers]'``; llama.cpp is built natively by
 ``CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python``.
 """
 

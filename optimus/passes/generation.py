@@ -33,7 +33,8 @@ class Roomy:
             return Refusal(f"not for {context.mode.value}")
         if not generates(model) or not hasattr(model, NEEDED):
             return Refusal("it does not generate by transformers' generate")
-        if not model._supports_default_dynamic_cache():  # type: ignore[operator]
+        supports = getattr(model, "_supports_default_dynamic_cache", None)
+        if supports is None or not supports():
             return Refusal("it has a cache of its own kind")
         return None
 
