@@ -146,7 +146,7 @@ def _best_line(
     weighted = centred * weights
     middle = minimum + scale * 7.5
     best = torch.full_like(scale, -1.0)
-    chosen = (scale, minimum)
+    scale_found, minimum_found = scale, minimum
     for share in SHARES:
         inverse = _inverse(scale * share)
         start = middle - scale * (share * 7.5)
@@ -158,6 +158,6 @@ def _best_line(
         gain = cross * slope
         better = gain > best
         best = torch.where(better, gain, best)
-        line = (slope, mean - slope * centre)
-        chosen = tuple(torch.where(better, a, b) for a, b in zip(line, chosen, strict=True))
-    return chosen
+        scale_found = torch.where(better, slope, scale_found)
+        minimum_found = torch.where(better, mean - slope * centre, minimum_found)
+    return scale_found, minimum_found
