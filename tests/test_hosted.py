@@ -334,7 +334,7 @@ def test_one_type_may_have_several_rows():
     """Each is listed, the type once, and a name still belongs to one."""
     several = [
         Architecture(model_type="git", replacements=(fused(family, "Model"),))
-        for family in ("git", "git_text")
+        for family in ("git_text", "git_image")
     ]
     shown = listing.rows(Registry(several))
     assert [row[-1] for row in shown] == ["git"]
