@@ -19,7 +19,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,6 +126,7 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
     import optimus
     from optimus.core.registry import Registry
     from optimus.core.replacement import Architecture
+    from optimus.measure.tune import alternated
 
     attention = "eager" if rule.name.endswith(".attention.fused") else None
     dtype = getattr(torch, given.dtype)
@@ -149,7 +149,11 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
         path = claim.path if attention is None else path
         calls = [captured(model, path, inputs) for model in (stock, mine)]
         distance = error(*(call() for call in calls))
-        runs = [alternated(*calls) for _ in range(RUNS if keys < LONG else 1)]
+        sides = [finished(call) for call in calls]
+        runs = [
+            alternated(*sides, seconds=SECONDS, rounds=ROUNDS)
+            for _ in range(RUNS if keys < LONG else 1)
+        ]
     if keys < FEWEST:
         return {"error": f"only {keys} keys: the tiny model is too small to say anything"}
     ratios = [round(stock_s / mine_s, 3) for stock_s, mine_s in runs]
@@ -234,19 +238,14 @@ def first(out: Any) -> Any:
     return first(out[0]) if isinstance(out, (tuple, list)) else out
 
 
-def alternated(stock: Callable[[], Any], mine: Callable[[], Any]) -> tuple[float, float]:
-    """The least seconds of each, taken in turn."""
-    least = [float("inf")] * 2
-    begin = time.perf_counter()
-    rounds = 0
-    while rounds < ROUNDS or time.perf_counter() - begin < SECONDS:
-        for side, call in enumerate((stock, mine)):
-            start = time.perf_counter()
-            call()
-            synchronise()
-            least[side] = min(least[side], time.perf_counter() - start)
-        rounds += 1
-    return least[0], least[1]
+def finished(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, until the accelerator is done with it, too."""
+
+    def waiting() -> None:
+        call()
+        synchronise()
+
+    return waiting
 
 
 def synchronise() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.ops import native
+from optimus.ops.held import held_linear
 from optimus.ops.quantized import (
     INT4,
     INT8,
@@ -19,7 +20,6 @@ from optimus.ops.quantized import (
     QuantizedWeight,
     Scheme,
     importance,
-    quantized_linear,
     unfit,
 )
 
@@ -236,7 +236,7 @@ def test_gradient(scheme: Scheme) -> None:
     weight = QuantizedWeight(_weight(40, 256), scheme)
     x, bias = torch.randn(2, 3, 256, requires_grad=True), torch.randn(40, requires_grad=True)
     grad = torch.randn(2, 3, 40)
-    quantized_linear(x, weight.handle, bias, 40).backward(grad)
+    held_linear(x, weight.handle, bias, 40).backward(grad)
     assert torch.allclose(x.grad, grad @ weight.dense(), atol=1e-6)
     assert torch.allclose(bias.grad, grad.sum((0, 1)), atol=1e-6)
 
@@ -247,7 +247,7 @@ def test_compiled(dtype: torch.dtype) -> None:
     weight = QuantizedWeight(_weight(40, 256), INT4)
 
     def layer(x: Tensor) -> Tensor:
-        return quantized_linear(x, weight.handle, None, 40) * 2
+        return held_linear(x, weight.handle, None, 40) * 2
 
     x = torch.randn(2, 3, 256).to(dtype)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -134,17 +134,19 @@ def _ratio(job: Job, share: float) -> tuple[float, float]:
     return statistics.median(s / m for s, m in runs), min(s for s, _ in runs)
 
 
-def alternated(stock: Call, mine: Call, *, seconds: float) -> tuple[float, float]:
+def alternated(
+    stock: Call, mine: Call, *, seconds: float, rounds: int = ROUNDS
+) -> tuple[float, float]:
     """The least seconds of each, taken in turn."""
     least = [float("inf")] * 2
     begin = time.perf_counter()
-    rounds = 0
-    while rounds < ROUNDS or time.perf_counter() - begin < seconds:
+    done = 0
+    while done < rounds or time.perf_counter() - begin < seconds:
         for side, call in enumerate((stock, mine)):
             start = time.perf_counter()
             call()
             least[side] = min(least[side], time.perf_counter() - start)
-        rounds += 1
+        done += 1
     return least[0], least[1]
 
 

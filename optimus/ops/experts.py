@@ -6,18 +6,14 @@ routed to are not read at all.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from optimus.ops.held import find, hold
 from optimus.ops.quantized import QuantizedWeight
-
-_handles = itertools.count(1)
-_living: weakref.WeakValueDictionary[int, RoutedWeight] = weakref.WeakValueDictionary()
 
 
 class RoutedWeight:
@@ -28,9 +24,7 @@ class RoutedWeight:
         self.out_features = self.experts[0].out_features
         self.in_features = self.experts[0].in_features
         self.dtype = self.experts[0].dtype
-        number = next(_handles)
-        self.handle = torch.tensor(number)
-        _living[number] = self
+        self.handle = hold(self)
 
     def matmul(self, input: Tensor, ends: Tensor) -> Tensor:
         """``[rows, in]``, of which expert e has those up to ``ends[e]`` -> ``[rows, out]``.
@@ -67,14 +61,10 @@ class RoutedWeight:
         return type(self), (self.experts,)
 
 
-def _find(handle: Tensor) -> RoutedWeight:
-    return _living[int(handle.item())]
-
-
 @torch.library.custom_op("optimus::routed_linear", mutates_args=())
 def routed_linear(input: Tensor, handle: Tensor, ends: Tensor, out_features: int) -> Tensor:
     """``RoutedWeight.matmul`` for compilers and autograd. ``handle`` is the weight's own."""
-    return _find(handle).matmul(input, ends)
+    return find(handle).matmul(input, ends)
 
 
 @routed_linear.register_fake
@@ -84,7 +74,7 @@ def _(input: Tensor, handle: Tensor, ends: Tensor, out_features: int) -> Tensor:
 
 @torch.library.custom_op("optimus::routed_linear_input_grad", mutates_args=())
 def _input_grad(grad: Tensor, handle: Tensor, ends: Tensor, in_features: int) -> Tensor:
-    return _find(handle).input_gradient(grad, ends)
+    return find(handle).input_gradient(grad, ends)
 
 
 @_input_grad.register_fake

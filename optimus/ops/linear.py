@@ -11,19 +11,16 @@ Source: torch/_inductor/mkldnn_lowerings.py uses the same two ops when it freeze
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from optimus.ops.held import hold
+
 # A hint only: any number of rows is served. Measured on Cascade Lake in fp32, a blocking chosen for
 # a few dozen rows is within 3 % of the best at every number of rows; one chosen for 1 loses 5 %.
 ROWS_HINT = 64
-
-_handles = itertools.count(1)
-_living: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDictionary()
 
 
 @functools.cache
@@ -47,16 +44,14 @@ class PackedWeight:
             self.blocked = torch.ops.mkldnn._reorder_linear_weight.default(
                 weight.detach().contiguous(), rows_hint(weight.dtype)
             )
-        number = next(_handles)
-        self.handle = torch.tensor(number)
-        _living[number] = self
+        self.handle = hold(self)
 
     def dense(self) -> Tensor:
         """The original ``[out, in]`` tensor, bit for bit, newly allocated."""
         return self.blocked.to_dense()
 
     def matmul(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """``input [..., in] @ weightᵀ + bias``. Not differentiable; see ``packed_linear``."""
+        """``input [..., in] @ weightᵀ + bias``. Not differentiable; see ``held_linear``."""
         return torch.ops.mkldnn._linear_pointwise.default(input, self.blocked, bias, "none", [], "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -64,45 +59,3 @@ class PackedWeight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.dense(),)
-
-
-def _find(handle: Tensor) -> PackedWeight:
-    return _living[int(handle.item())]
-
-
-@torch.library.custom_op("optimus::packed_linear", mutates_args=())
-def packed_linear(input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """``PackedWeight.matmul`` for compilers and autograd. ``handle`` is the weight's own."""
-    return _find(handle).matmul(input, bias)
-
-
-@packed_linear.register_fake
-def _(input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    return input.new_empty(*input.shape[:-1], out_features)
-
-
-@torch.library.custom_op("optimus::packed_linear_input_grad", mutates_args=())
-def _input_grad(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
-    return grad @ _find(handle).dense()
-
-
-@_input_grad.register_fake
-def _(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], in_features)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, handle, bias, _ = inputs
-    ctx.save_for_backward(handle)
-    ctx.in_features, ctx.has_bias = input.shape[-1], bias is not None
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (handle,) = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    input_grad = _input_grad(grad, handle, ctx.in_features) if wanted[0] else None
-    bias_grad = grad.flatten(0, -2).sum(0) if ctx.has_bias and wanted[2] else None
-    return input_grad, None, bias_grad, None
-
-
-packed_linear.register_autograd(_backward, setup_context=_remember)

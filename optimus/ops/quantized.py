@@ -10,8 +10,6 @@ two steps of k share a byte. One layout serves one row and many.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +20,7 @@ from torch.nn.functional import linear, pad
 
 from optimus.core.errors import Refusal
 from optimus.ops import native
+from optimus.ops.held import hold
 from optimus.ops.rounding import Rounded, importance, rounded, zero_code
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "QuantizedWeight",
     "Scheme",
     "importance",
-    "quantized_linear",
     "unfit",
 ]
 
@@ -42,9 +40,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST = 131_072
 # Numbers of a weight that are made dense at once where no compiled kernel is.
 DENSE = 1 << 22
-
-_handles = itertools.count(1)
-_living: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,7 @@ class QuantizedWeight:
         self.dtype, self.scheme = dtype, scheme
         self.tiles = tiles
         self._native = self._reference() if native.available() is None else None
-        number = next(_handles)
-        self.handle = torch.tensor(number)
-        _living[number] = self
+        self.handle = hold(self)
 
     def _reference(self) -> Any:
         shape, how = (self.out_features, self.in_features), self.scheme
@@ -163,7 +156,7 @@ class QuantizedWeight:
     def matmul(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """``input [..., in] @ weightᵀ + bias``, in the input's dtype, whatever the weight's was.
 
-        Not differentiable; see ``quantized_linear``.
+        Not differentiable; see ``held_linear``.
         """
         if input.dtype not in DTYPES or input.shape[-1] != self.in_features:
             raise ValueError(
@@ -282,50 +275,3 @@ def _dequantized(plain: Rounded, scheme: Scheme) -> Tensor:
         steps -= zero_code(scheme.bits)
         return (steps * scale.float().unsqueeze(-1)).flatten(1)
     return (steps * scale.float().unsqueeze(-1) + minimum.float().unsqueeze(-1)).flatten(1)
-
-
-def _find(handle: Tensor) -> QuantizedWeight:
-    return _living[int(handle.item())]
-
-
-@torch.library.custom_op("optimus::quantized_linear", mutates_args=())
-def quantized_linear(
-    input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int
-) -> Tensor:
-    """``QuantizedWeight.matmul`` for compilers and autograd. ``handle`` is the weight's own.
-
-    The gradient is that of the rounded weight; the rounding of the activations passes it through.
-    """
-    return _find(handle).matmul(input, bias)
-
-
-@quantized_linear.register_fake
-def _(input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    return input.new_empty(*input.shape[:-1], out_features)
-
-
-@torch.library.custom_op("optimus::quantized_linear_input_grad", mutates_args=())
-def _input_grad(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
-    return grad @ _find(handle).dense().to(grad.dtype)
-
-
-@_input_grad.register_fake
-def _(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], in_features)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, handle, bias, _ = inputs
-    ctx.save_for_backward(handle)
-    ctx.in_features, ctx.has_bias = input.shape[-1], bias is not None
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (handle,) = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    input_grad = _input_grad(grad, handle, ctx.in_features) if wanted[0] else None
-    bias_grad = grad.flatten(0, -2).sum(0) if ctx.has_bias and wanted[2] else None
-    return input_grad, None, bias_grad, None
-
-
-quantized_linear.register_autograd(_backward, setup_context=_remember)

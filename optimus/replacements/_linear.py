@@ -15,7 +15,8 @@ from optimus.core.errors import Refusal, SurgeryError
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.ops.linear import PackedWeight, packed_linear
+from optimus.ops.held import held_linear
+from optimus.ops.linear import PackedWeight
 
 # Below this many weights the call into oneDNN (some 30 us) costs more than the blocking saves.
 SMALLEST = 65_536
@@ -168,7 +169,7 @@ class Packed(Mixin):
 
     def _product(self, input: Tensor, packed: PackedWeight) -> Tensor:
         """The product for compilers and autograd."""
-        return packed_linear(input, packed.handle, self.bias, packed.out_features)
+        return held_linear(input, packed.handle, self.bias, packed.out_features)
 
     def _ready(self, input: Tensor) -> PackedWeight | None:
         """The packed weight, where it may serve this call; None for the stock path."""

@@ -17,7 +17,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.surgery import Surgeon
 from optimus.ops.linear import PackedWeight
-from optimus.ops.quantized import QuantizedWeight, Scheme, quantized_linear, unfit
+from optimus.ops.quantized import QuantizedWeight, Scheme, unfit
 from optimus.replacements._linear import Packed, out_of_reach, too_small
 from optimus.replacements._rounding import Rounding, Rounds
 
@@ -112,9 +112,6 @@ class Quantized(Rounds, Packed):
     @_packed.setter
     def _packed(self, packed: Any) -> None:
         self.packing.state(cast(nn.Module, self)).packed = packed
-
-    def _product(self, input: Tensor, packed: PackedWeight | QuantizedWeight) -> Tensor:
-        return quantized_linear(input, packed.handle, self.bias, packed.out_features)
 
     def _ready(self, input: Tensor) -> PackedWeight | None:
         state = self.packing.state(cast(nn.Module, self))
