@@ -17,7 +17,7 @@ setup(
         Extension(
             "optimus.native._kernels",
             sources=[f"optimus/native/{name}" for name in SOURCES],
-            depends=["optimus/native/quantized.h"],
+            depends=["optimus/native/quantized.h", "optimus/native/round_row.h"],
             libraries=[] if sys.platform == "win32" else ["m"],
             extra_compile_args=[] if sys.platform == "win32" else UNIX,
             optional=True,
