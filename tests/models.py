@@ -279,3 +279,13 @@ def _plain_calls() -> Iterator[Call]:
     }
     for label, value in shapes.items():
         yield Call(label, (value,), {}, None)
+
+
+def nudged(model: nn.Module, seed: int) -> nn.Module:
+    """The model, each weight moved up or down by its last bit."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            up = torch.rand(weight.shape, generator=generator) < 0.5
+            weight.copy_(torch.nextafter(weight, torch.where(up, torch.inf, -torch.inf).to(weight)))
+    return model
