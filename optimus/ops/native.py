@@ -37,7 +37,7 @@ class Weight(ctypes.Structure):
 
 
 class _Native:
-    """The library: its one function with the signature set, and what of it to use here."""
+    """The library: its functions with their signatures set, and what of it to use here."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         entry = _parallel_entry()
@@ -46,11 +46,17 @@ class _Native:
             library.optimus_set_parallel.restype = None
             library.optimus_set_parallel(entry)
         self.kernels: int = library.optimus_kernels()
-        self.linear: Callable[..., int] = library.optimus_quantized_linear
+        self.has_bf16 = bool(library.optimus_has_bf16())
+        self.quantized: Callable[..., int] = library.optimus_quantized_linear
+        self.bf16: Callable[..., int] = library.optimus_bf16_linear
         pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         library.optimus_quantized_linear.argtypes = (
             *(pointer, pointer, wide, wide, narrow),
             *(pointer, narrow, pointer, narrow, narrow),
+        )
+        library.optimus_bf16_linear.argtypes = (
+            *(pointer, wide, wide, pointer, wide, wide),
+            *(pointer, narrow, pointer, narrow),
         )
 
 
@@ -85,6 +91,12 @@ def available() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def multiplies_bf16() -> bool:
+    """Whether ``linear_bf16`` can be used here: compiled, on a processor with AVX512-BF16."""
+    found = _load()
+    return not isinstance(found, str) and found.has_bf16
+
+
 def weight(
     codes: Tensor, scale: Tensor, minimum: Tensor | None, shape: tuple[int, int], **how: int
 ) -> Any:
@@ -104,22 +116,15 @@ def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -
     """``input [..., k] @ weightᵀ + bias`` in the input's dtype. ``available()`` must be None."""
     native = _load()
     assert not isinstance(native, str)
-    *leading, width = input.shape
-    if not input.is_contiguous():
-        # A view where one row follows another at a constant distance; otherwise a copy.
-        input = input.reshape(-1, width)
-        input = input if input.stride(1) == 1 else input.contiguous()
-    stride = input.stride(-2) if input.ndim > 1 else width
-    dtype = DTYPES[input.dtype]
-    out = input.new_empty((*leading, out_features))
-    if bias is not None and not (bias.dtype in DTYPES and bias.is_contiguous()):
-        bias = bias.contiguous().float()
-    failed = native.linear(
+    rows, stride = _rows(input)
+    bias = _readable(bias, out_features)
+    out = input.new_empty((*input.shape[:-1], out_features))
+    failed = native.quantized(
         weight,
-        input.data_ptr(),
-        input.numel() // width,
+        rows.data_ptr(),
+        rows.numel() // rows.shape[-1],
         stride,
-        dtype,
+        DTYPES[input.dtype],
         None if bias is None else bias.data_ptr(),
         0 if bias is None else DTYPES[bias.dtype],
         out.data_ptr(),
@@ -129,3 +134,50 @@ def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -
     if failed:
         raise MemoryError("no memory for the rounded activations of a quantized linear layer")
     return out
+
+
+def linear_bf16(panels: Tensor, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:
+    """``input [..., k] @ weightᵀ + bias`` in bf16, summed in fp32.
+
+    ``panels`` is laid out as ``native/bf16.c`` says. ``multiplies_bf16()`` must be true.
+    """
+    native = _load()
+    assert not isinstance(native, str)
+    rows, stride = _rows(input)
+    bias = _readable(bias, out_features)
+    out = input.new_empty((*input.shape[:-1], out_features))
+    failed = native.bf16(
+        panels.data_ptr(),
+        out_features,
+        rows.shape[-1],
+        rows.data_ptr(),
+        rows.numel() // rows.shape[-1],
+        stride,
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else DTYPES[bias.dtype],
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the sums of a linear layer in bf16")
+    return out
+
+
+def _rows(input: Tensor) -> tuple[Tensor, int]:
+    """Rows at a constant distance, and that distance: a view where it can be, else a copy."""
+    width = input.shape[-1]
+    if input.is_contiguous():
+        return input, width
+    rows = input.reshape(-1, width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def _readable(bias: Tensor | None, out_features: int) -> Tensor | None:
+    """A bias as the kernels read it: one number an output, side by side, of a dtype they know."""
+    if bias is None:
+        return None
+    if bias.shape != (out_features,):
+        bias = bias.expand(out_features)
+    known = bias.dtype in DTYPES and bias.is_contiguous()
+    return bias if known else bias.contiguous().float()

@@ -1,4 +1,4 @@
-"""Linear layers whose weight waits in oneDNN's blocked layout, and nowhere else."""
+"""Linear layers whose weight waits in oneDNN's or our own layout, and nowhere else."""
 
 from __future__ import annotations
 
