@@ -1,4 +1,4 @@
-"""The quantized linear kernels against torch's own: rates, and the error beside each.
+"""The linear kernels against torch's own: rates, and the error beside each.
 
 ``python benchmarks/kernels.py [rows ...]``. Every kernel of a line is timed in turn, several rounds
 in one process, and the fastest round is printed: GB/s of weights up to 8 rows, GFLOP/s above, and
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from optimus.ops import native
-from optimus.ops.linear import PackedWeight
+from optimus.ops.linear import Blocked, PackedWeight, Panels
 from optimus.ops.quantized import INT4, INT8, INT8_DYNAMIC, QuantizedWeight, Scheme
 
 SHAPES = ((2048, 2048), (2048, 11264), (5632, 2048))
@@ -33,10 +33,11 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Kernel(NamedTuple):
-    """One way to multiply by one weight, and the bytes that it reads of it."""
+    """One way to multiply by one weight, the bytes that it reads of it, and what it multiplies."""
 
     product: Product
     nbytes: int
+    dtype: torch.dtype = torch.float32
 
 
 def ours(scheme: Scheme) -> Callable[[Tensor], Kernel]:
@@ -59,6 +60,22 @@ def fp32_packed(weight: Tensor) -> Kernel:
     """oneDNN's blocked layout."""
     packed = PackedWeight(weight)
     return Kernel(lambda x: packed.matmul(x, None), weight.nbytes)
+
+
+def bf16(layout: type[Blocked | Panels]) -> Callable[[Tensor], Kernel]:
+    """bf16 in one of the layouts."""
+
+    def make(weight: Tensor) -> Kernel:
+        packed = layout(weight.bfloat16())
+        return Kernel(lambda x: packed.matmul(x, None), weight.nbytes // 2, torch.bfloat16)
+
+    return make
+
+
+def bf16_stock(weight: Tensor) -> Kernel:
+    """``torch.nn.functional.linear`` in bf16."""
+    own = weight.bfloat16()
+    return Kernel(lambda x: linear(x, own), own.nbytes, own.dtype)
 
 
 def torch_int8(weight: Tensor) -> Kernel:
@@ -112,6 +129,9 @@ def onednn_int8(weight: Tensor) -> Kernel:
 KERNELS: dict[str, Callable[[Tensor], Kernel]] = {
     "fp32": fp32,
     "fp32 packed": fp32_packed,
+    "bf16 stock": bf16_stock,
+    "bf16 packed oneDNN": bf16(Blocked),
+    **({"bf16": bf16(Panels)} if native.multiplies_bf16() else {}),
     "int8": ours(INT8),
     "int8-dynamic": ours(INT8_DYNAMIC),
     "torch int8pack": torch_int8,
@@ -137,35 +157,43 @@ def seconds(call: Callable[[], object], times: int) -> float:
     return (time.perf_counter() - start) / times
 
 
-def rotated(make: Callable[[Tensor], Kernel], weight: Tensor) -> tuple[Iterator[Product], int]:
-    """Copies of one kernel in a ring."""
+class Ring(NamedTuple):
+    """Copies of one kernel in turn, and the first of them."""
+
+    products: Iterator[Product]
+    kernel: Kernel
+
+
+def rotated(make: Callable[[Tensor], Kernel], weight: Tensor) -> Ring:
+    """As many copies as no cache can hold."""
     first = make(weight)
     copies = [make(weight) for _ in range(ROTATION // first.nbytes)]
-    return itertools.cycle([kernel.product for kernel in (first, *copies)]), first.nbytes
+    return Ring(itertools.cycle([kernel.product for kernel in (first, *copies)]), first)
 
 
 def line(name: str, rows: int, best: float, error: float, flops: float, nbytes: int) -> str:
     """One row of the table."""
     rate = f"{nbytes / best / 1e9:6.1f} GB/s" if rows <= FEW else f"{flops / best / 1e9:6.0f} GF/s"
-    return f"  {name:<16} {best * 1e6:9.1f} us {rate}   error {error:.1e}"
+    return f"  {name:<18} {best * 1e6:9.1f} us {rate}   error {error:.1e}"
 
 
-def compare(width: int, out: int, rows: int, rings: dict[str, tuple[Iterator[Product], int]],
-            weight: Tensor) -> None:  # fmt: skip
+def compare(width: int, out: int, rows: int, rings: dict[str, Ring], weight: Tensor) -> None:
     """Time every kernel in turn and print its line."""
     x = torch.randn(rows, width)
     exact = linear(x, weight)
+    inputs = {dtype: x.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
     flops = 2.0 * rows * width * out
     times = max(1, int(5e8 // flops))
     best = dict.fromkeys(rings, float("inf"))
     for _ in range(ROUNDS):
-        for name, (ring, _) in rings.items():
-            taken = seconds(lambda ring=ring: next(ring)(x), times)
+        for name, (ring, kernel) in rings.items():
+            own = inputs[kernel.dtype]
+            taken = seconds(lambda ring=ring, own=own: next(ring)(own), times)
             best[name] = min(best[name], taken)
     print(f"{width} -> {out}, {rows} rows")
-    for name, (ring, nbytes) in rings.items():
-        error = ((next(ring)(x) - exact).norm() / exact.norm()).item()
-        print(line(name, rows, best[name], error, flops, nbytes), flush=True)
+    for name, (ring, kernel) in rings.items():
+        error = ((next(ring)(inputs[kernel.dtype]) - exact).norm() / exact.norm()).item()
+        print(line(name, rows, best[name], error, flops, kernel.nbytes), flush=True)
 
 
 def main(rows: list[int]) -> None:
