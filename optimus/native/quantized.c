@@ -5,12 +5,6 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 /* Of a second-level cache of 1 MB, what the weights of a block may take. */
 #define BLOCK_BYTES (320 << 10)
 /* Rounded activations that are held at once, in bytes. */
@@ -160,13 +154,18 @@ static void plan(work_t *work, int threads)
     work->row_blocks = ceil_div(call->rows, work->rows_a_block);
 }
 
+void optimus_parallel(void (*body)(void *), void *data, int threads)
+{
+    if (parallel && threads > 1)
+        parallel(body, data, (unsigned)threads, 0);
+    else
+        body(data);
+}
+
 static void run(work_t *work, void (*body)(void *), int threads)
 {
     atomic_store(&work->next, 0);
-    if (parallel && threads > 1)
-        parallel(body, work, (unsigned)threads, 0);
-    else
-        body(work);
+    optimus_parallel(body, work, threads);
 }
 
 static int multiply_chunk(call_t *call, const kernels_t *kernels, int threads)

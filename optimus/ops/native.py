@@ -37,7 +37,7 @@ class Weight(ctypes.Structure):
 
 
 class _Native:
-    """The library: its one function with the signature set, and what of it to use here."""
+    """The library: its functions with their signatures set, and what of it to use here."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         entry = _parallel_entry()
@@ -52,6 +52,8 @@ class _Native:
             *(pointer, pointer, wide, wide, narrow),
             *(pointer, narrow, pointer, narrow, narrow),
         )
+        self.round: Callable[..., int] = library.optimus_round
+        library.optimus_round.argtypes = (pointer, pointer, wide, wide, narrow, pointer, narrow)
 
 
 @functools.cache
@@ -98,6 +100,26 @@ def weight(
             **how,
         )
     )
+
+
+def round_into(weight: Any, dense: Tensor, worth: Tensor) -> None:
+    """Fill the zeros that ``weight`` refers to with codes and scales of ``dense [out, in]``.
+
+    ``worth [in]`` fp32: how much the error of each input feature counts. ``available()`` must be
+    None.
+    """
+    native = _load()
+    assert not isinstance(native, str)
+    failed = native.round(
+        weight,
+        dense.data_ptr(),
+        *dense.stride(),
+        DTYPES[dense.dtype],
+        worth.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for one group of a weight that is being rounded")
 
 
 def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:
