@@ -1,12 +1,6 @@
 /* The same in plain C, in loops that a compiler turns into the vectors of any processor. */
 #include "quantized.h"
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=haswell", "default")))
-#else
-#define CLONES
-#endif
-
 static uint16_t to_fp16(float value)
 {
     uint32_t bits, sign;

@@ -13,6 +13,13 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
+/* Several versions of a function in plain C. By features: "arch=" asks for that very processor. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
 enum { TILE = 16, STEP = 4, PAD = 32, MOST_ROWS = 12, FEW_ROWS = 6 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { PORTABLE = 0, VNNI = 1 };

@@ -38,6 +38,8 @@ STEP = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums of k products of 8 bits that fit an int32: 2³¹ / (128 · 127).
 LONGEST = 131_072
+# Beyond it the range of a group may not be a number of fp32.
+LARGEST = 1e38
 # Numbers of a weight that are made dense at once where no compiled kernel is.
 DENSE = 1 << 22
 
@@ -88,10 +90,11 @@ def _unfit_scheme(width: int, scheme: Scheme) -> Refusal | None:
 
 
 def _unfit_numbers(weight: Tensor) -> Refusal | None:
-    # One pass without a temporary as large as the weight.
-    if all(torch.isfinite(rows).all() for rows in weight.detach().split(256)):
+    # One pass without a temporary; NaN is the least and the largest of its company.
+    least, most = torch.aminmax(weight.detach())
+    if least >= -LARGEST and most <= LARGEST:
         return None
-    return Refusal("weight holds NaN or infinity")
+    return Refusal("weight holds NaN, infinity or numbers beyond 1e38")
 
 
 class QuantizedWeight:

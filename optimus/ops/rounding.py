@@ -4,7 +4,7 @@ A number is ``scale * (code - zero)`` with ``zero`` 128 or 8 when symmetric, ``s
 minimum`` otherwise. Scales and minima are bf16 (full range, half the bytes of fp32) and the codes
 are chosen for the scale as stored, so that its own rounding costs nothing.
 
-``native/rounding.c`` does the same in a fortieth of the time and gives the same bits, so every sum
+``native/rounding.c`` does the same in a tenth of the time and gives the same bits, so every sum
 here is in the order in which it adds.
 """
 
@@ -82,7 +82,8 @@ def rounded(
 
 def _sum(x: Tensor) -> Tensor:
     """Over the last dimension, in an order that is defined: torch's depends on the processor."""
-    chains = pad(x, (0, -x.shape[-1] % CHAINS)).unflatten(-1, (-1, CHAINS))
+    padded = pad(x, (0, -x.shape[-1] % CHAINS))
+    chains = padded.view(*padded.shape[:-1], -1, CHAINS)
     return functools.reduce(torch.add, functools.reduce(torch.add, chains.unbind(-2)).unbind(-1))
 
 
@@ -117,13 +118,14 @@ def _best_scale(block: Tensor, zero: int, worth: Tensor | None) -> Tensor:
     """The scale of least squared error for each group; negative where its sign helps.
 
     Codes reach one step further below than above, so the largest number of a group goes to the
-    longer side. For each candidate the codes are found, and then the scale that fits them best.
+    longer side. For each candidate the codes are found, and then the scale that fits them best. The
+    one that reaches all stays where the squares are beyond fp32, or nothing.
     """
     high, low = block.amax(-1), block.amin(-1)
     extreme = torch.where(high > -low, high, low)
     weighted = block if worth is None else block * worth
-    best = torch.full_like(extreme, -1.0)
-    scale = torch.zeros_like(extreme)
+    best = torch.zeros_like(extreme)
+    scale = extreme / -zero
     for share in SHARES:
         inverse = _inverse(extreme * (-share / zero)).unsqueeze(-1)
         steps = (block * inverse).round_().clamp_(-zero, zero - 1)
@@ -131,7 +133,7 @@ def _best_scale(block: Tensor, zero: int, worth: Tensor | None) -> Tensor:
         square = _sum(steps * steps if worth is None else steps * steps * worth)
         fit = torch.where(square > 0, cross / square, 0.0)
         gain = cross * fit
-        better = gain > best
+        better = (gain > best) & (gain < torch.inf)
         best = torch.where(better, gain, best)
         scale = torch.where(better, fit, scale)
     return _stored(scale)
@@ -161,7 +163,7 @@ def _best_line(
     centred = block - mean.unsqueeze(-1)
     weighted = centred * weights
     middle = minimum + scale * 7.5
-    best = torch.full_like(scale, -1.0)
+    best = torch.zeros_like(scale)
     scale_found, minimum_found = scale, minimum
     for share in SHARES:
         inverse = _inverse(scale * share)
@@ -172,7 +174,7 @@ def _best_line(
         square = _sum(steps * steps * weights) - centre * centre * total
         slope = torch.where(square > 0, cross / square, 0.0)
         gain = cross * slope
-        better = gain > best
+        better = (gain > best) & (gain < torch.inf)
         best = torch.where(better, gain, best)
         scale_found = torch.where(better, slope, scale_found)
         minimum_found = torch.where(better, mean - slope * centre, minimum_found)
