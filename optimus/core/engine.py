@@ -20,7 +20,7 @@ from optimus.core.planner import JOURNAL, Claim, Plan, describe, plan
 from optimus.core.probe import probe
 from optimus.core.recipes import Recipe, resolve_recipe
 from optimus.core.registry import Registry
-from optimus.core.replacement import LENGTHS, Mixin, Pass, Replacement, reclassed
+from optimus.core.replacement import SHORTEST, Mixin, Pass, Replacement, reclassed
 from optimus.core.surgery import Edit, Slot, Surgeon, undo
 from optimus.core.verify import Reference, Verdict, reference, verify, worth
 
@@ -229,8 +229,8 @@ def _limit(root: nn.Module, journal: Journal) -> None:
     surgeon = Surgeon(root)
     surgeon.edits = journal.edits
     for claim in journal.plan.claims:
-        if claim.lengths is not None:
-            surgeon.set_attribute(root.get_submodule(claim.path), LENGTHS, claim.lengths)
+        if claim.shortest is not None:
+            surgeon.set_attribute(root.get_submodule(claim.path), SHORTEST, claim.shortest)
 
 
 def _fetch(journal: Journal) -> None:

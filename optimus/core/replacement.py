@@ -21,8 +21,8 @@ from optimus.core.surgery import Surgeon
 
 EVERYWHERE = frozenset(BACKENDS)
 ANY_MODE = frozenset(Mode)
-# Where a module keeps the numbers of keys for which its claim holds, if it is a measured one.
-LENGTHS = "_optimus_lengths"
+# Where a module keeps the number of keys from which on its claim holds, if it is a measured one.
+SHORTEST = "_optimus_shortest"
 
 # One class a pair, so that models of one kind share it and compilers guard on one type.
 _made: dict[tuple[type, type], type[nn.Module]] = {}
