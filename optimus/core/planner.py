@@ -255,7 +255,8 @@ class _Planner:
             if isinstance(item, Replacement):
                 continue
             if refusal := item.refuses(self.model, context):
-                self._refuse("", item.name, refusal, named=item.name == pattern)
+                if item.name == pattern or item.concerns(self.model):
+                    self._refuse("", item.name, refusal, named=item.name == pattern)
             else:
                 self.passes.append(item.name)
                 self._degrade(item.fidelity)

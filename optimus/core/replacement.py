@@ -207,6 +207,9 @@ class Pass(Protocol):
     fidelity: Fidelity
     backends: frozenset[str]
 
+    def concerns(self, model: nn.Module) -> bool:
+        """Whether the model is of its kind; of others the plan says nothing."""
+
     def refuses(self, model: nn.Module, context: Context) -> Refusal | None:
         """Why not on this model, or None."""
 
