@@ -327,9 +327,10 @@ class _Planner:
         self._degrade(rule.fidelity)
 
     def _remark(self, site: Site, rule: Replacement) -> str:
-        """What a claim costs on top, where it rounds a copy of what must stay."""
+        """What its mixin says, and what it costs on top where it rounds a copy of what must stay."""
         shared = ", ".join(self._owners_besides(site).values()) if rule.mixin.rounds else ""
-        return f"on top of {shared}, which stays as it is" if shared else ""
+        stays = f"on top of {shared}, which stays as it is" if shared else ""
+        return "; ".join(filter(None, (rule.mixin.remark(), stays)))
 
     def _refuse(self, path: str, name: str, refusal: Refusal, *, named: bool = False) -> None:
         if named:

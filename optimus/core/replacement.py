@@ -66,6 +66,11 @@ class Mixin(Canonical):
         return None
 
     @classmethod
+    def remark(cls) -> str:
+        """What whoever reads the plan should know of a claim, in a few words; "" for nothing."""
+        return ""
+
+    @classmethod
     def allows_tie(cls, other: nn.Module) -> bool:
         """Whether the site may share a parameter with ``other``: a new layout would untie them."""
         return not cls.bridges

@@ -64,7 +64,7 @@ def _load() -> _Native | str:
     try:
         return _Native(ctypes.CDLL(str(built[0])))
     except (OSError, AttributeError) as error:
-        return f"{built[0].name} cannot be loaded: {error}"
+        return f"not loaded: {error}"
 
 
 def _parallel_entry() -> int | None:

@@ -21,7 +21,7 @@ from optimus.core.surgery import Surgeon
 from optimus.ops.experts import RoutedWeight, routed_linear
 from optimus.ops.quantized import QuantizedWeight, Scheme, unfit
 from optimus.replacements._linear import PLAIN, out_of_reach, too_small
-from optimus.replacements._quantized import readable, retyped, unfit_hardware
+from optimus.replacements._quantized import readable, retyped, unfit_hardware, without_kernels
 from optimus.replacements._rounding import Rounding, Rounds
 
 
@@ -92,6 +92,11 @@ class QuantizedExperts(Rounds, Mixin):
             if refusal := too_small(weight) or cast(RoundedExperts, bridge).refuses(module, weight):
                 return refusal
         return None
+
+    @classmethod
+    def remark(cls) -> str:
+        """Where the kernels are not there."""
+        return without_kernels()
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
