@@ -54,16 +54,33 @@ def test_experts(recipe, capable, monkeypatch):
     assert experts.gate_up_proj.shape == twin.gate_up_proj.shape
 
 
-def test_experts_with_gradients_and_biases(capable):
-    """A transposed layout, biases and a gate of its own; and the input's gradient."""
+def gpt_oss() -> nn.Module:
+    """Experts with a transposed layout, biases and a gate of their own."""
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
     config = GptOssConfig(hidden_size=256, intermediate_size=128, num_local_experts=4)
     config._experts_implementation = "grouped_mm"
-    experts, given = GptOssExperts(config).eval(), routing()
+    experts = GptOssExperts(config).eval()
     for parameter in experts.parameters():
         nn.init.normal_(parameter, 0, 0.06)
+    return experts
+
+
+class Named(nn.Module):
+    """Experts whose arguments have names, as a sample needs."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        return self.experts(rows, chosen, shares)
+
+
+def test_experts_with_gradients_and_biases(capable):
+    """The answer, and the input's gradient."""
+    experts, given = gpt_oss(), routing()
     model = nn.ModuleDict({"experts": experts})
     stock = copy.deepcopy(experts)
     rounded(model, capable, "int8")
@@ -92,3 +109,30 @@ def test_without_compiled_kernels(capable, monkeypatch):
     made = optimus.plan(mixtral().build(), "int8", backend=capable)
     said = {c.measured for c in made.claims if c.replacement == "any.experts.int8"}
     assert said == {"slower than fp32, by torch's own operators: the kernels are not built"}
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["upright", "transposed"])
+def test_calibration(transposed, capable):
+    """Both products know what comes in, the second by expert; who saw nothing is blind."""
+    experts = gpt_oss() if transposed else mixtral().build().model.layers[0].mlp.experts
+    torch.manual_seed(2)
+    rows, chosen, shares = (
+        torch.randn(160, 256),
+        routing()[1].repeat(23, 1)[:160],
+        torch.rand(160, 2),
+    )
+    rows[:, ::16] *= 30
+    model = Named(experts)
+    sample = {"rows": rows[:80], "chosen": chosen[:80], "shares": shares[:80]}
+    blind = rounded(copy.deepcopy(model), capable, "int4")
+    seeing = rounded(copy.deepcopy(model), capable, "int4", sample=sample)
+    held = (rows[80:], chosen[80:], shares[80:])
+    with torch.no_grad():
+        errors = [distance(one(*held), model(*held), None) for one in (blind, seeing)]
+    assert errors[1] < 0.9 * errors[0]
+    up, down = (bridge.state(seeing.experts).worth for bridge in seeing.experts.bridges)
+    assert (up.shape, down.shape) == ((256,), (4, 128))
+    assert down[1].count_nonzero() == 0 < down[0].count_nonzero()
+    dense = [one.experts.down_proj for one in (blind, seeing)]
+    same = [torch.equal(*pair) for pair in zip(*dense, strict=True)]
+    assert same == [False, True, False, False]

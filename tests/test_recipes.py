@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from models import PLAIN, batch, case
 from snapshots import distance, snapshot, values
-from torch import Tensor, nn
+from torch import nn
 from uses import claims, generated, rounded
 
 import optimus
@@ -76,8 +75,8 @@ def tied() -> nn.Module:
     [
         (lambda: linear(260), "groups of 32 do not divide 260 input features"),
         (lambda: nn.Sequential(nn.Linear(64, 64)), "too small to pay"),
-        (lambda: spoiled(float("nan")), "NaN or infinity"),
-        (lambda: spoiled(float("-inf")), "NaN or infinity"),
+        (lambda: spoiled(float("nan")), "NaN, infinity"),
+        (lambda: spoiled(float("-inf")), "NaN, infinity"),
         (lambda: linear().double(), "weight is float64"),
         (typed, "weight is a AffineQuantizedTensor"),
         (offloaded, "weight is offloaded"),
@@ -295,6 +294,9 @@ def test_calibration(capable):
         errors.append(float(((dense - given) @ x[32:].t()).norm()))
         assert not model[0]._forward_pre_hooks
     assert errors[1] < 0.85 * errors[0]
+    made = optimus.plan(stock, "int4", backend=capable)
+    applied = optimus.apply(stock, made, sample={"input": x[:32]})
+    assert torch.equal(applied[0].weight, model[0].weight)
 
 
 def test_export_is_refused_by_name(capable):

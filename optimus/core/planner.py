@@ -327,7 +327,7 @@ class _Planner:
         self._degrade(rule.fidelity)
 
     def _remark(self, site: Site, rule: Replacement) -> str:
-        """What its mixin says, and what it costs on top where it rounds a copy of what must stay."""
+        """What its mixin says, and what it costs on top where a copy of what stays is rounded."""
         shared = ", ".join(self._owners_besides(site).values()) if rule.mixin.rounds else ""
         stays = f"on top of {shared}, which stays as it is" if shared else ""
         return "; ".join(filter(None, (rule.mixin.remark(), stays)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, Protocol, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from optimus.core.backend import BACKENDS, Context, Mode
 from optimus.core.canonical import Canonical
@@ -18,6 +18,7 @@ from optimus.core.errors import Refusal
 from optimus.core.originals import Keeper
 from optimus.core.paths import Site
 from optimus.core.surgery import Surgeon
+from optimus.ops.rounding import importance
 
 EVERYWHERE = frozenset(BACKENDS)
 ANY_MODE = frozenset(Mode)
@@ -41,7 +42,7 @@ class Mixin(Canonical):
 
     ``rounds`` names the parameters that lose digits: their originals are kept, and the setup finds
     them in ``surgeon.kept``, unless they are tied and stay where they are. ``calibrates``: its
-    rounding is better for knowing what comes in (``surgeon.worth``).
+    rounding is better for knowing what comes in (``importance``, and then ``surgeon.worth``).
     """
 
     rounds: ClassVar[tuple[str, ...]] = ()
@@ -74,6 +75,14 @@ class Mixin(Canonical):
     def allows_tie(cls, other: nn.Module) -> bool:
         """Whether the site may share a parameter with ``other``: a new layout would untie them."""
         return not cls.bridges
+
+    @classmethod
+    def importance(cls, module: nn.Module, input: Tensor, *others: Any) -> dict[str, Tensor]:
+        """Of a call of the stock module, by the keys of ``rounds``: what errors of a feature count.
+
+        ``[in]``, or as many of them as the parameter has matrices.
+        """
+        return {cls.rounds[0]: importance(input)}
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
