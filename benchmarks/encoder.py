@@ -42,8 +42,8 @@ def openvino_int8_side(task: Task, batches: list[Batch]) -> Runner:
     import nncf
     import openvino as ov
 
-    examples = [peers._example(batch) for batch in batches]
-    converted = ov.convert_model(peers._Encoder(task).eval(), example_input=examples[0])
+    examples = [peers.example_of(batch) for batch in batches]
+    converted = ov.convert_model(peers.Encoder(task).eval(), example_input=examples[0])
     calibration = [{name: value.numpy() for name, value in one.items()} for one in examples]
     rounded = nncf.quantize(
         converted,
@@ -55,7 +55,7 @@ def openvino_int8_side(task: Task, batches: list[Batch]) -> Runner:
     compiled = ov.Core().compile_model(rounded, "CPU", options)
 
     def forward(batch: Batch) -> Tensor:
-        inputs = {name: value.numpy() for name, value in peers._example(batch).items()}
+        inputs = {name: value.numpy() for name, value in peers.example_of(batch).items()}
         return torch.from_numpy(np.array(compiled(inputs)[0]))
 
     return Runner(forward)

@@ -18,7 +18,7 @@ from optimus.measure.side import Runner, Task
 from optimus.measure.text import Batch
 
 
-class _Encoder(nn.Module):
+class Encoder(nn.Module):
     """The encoder with a plain signature, for converters that trace."""
 
     def __init__(self, task: Task) -> None:
@@ -32,7 +32,7 @@ class _Encoder(nn.Module):
         return output
 
 
-def _example(batch: Batch) -> dict[str, Tensor]:
+def example_of(batch: Batch) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
 
 
@@ -41,7 +41,7 @@ def openvino_side(task: Task, batches: list[Batch]) -> Runner:
     import openvino as ov
 
     precision = {"float32": "f32", "bfloat16": "bf16"}[task.dtype]
-    converted = ov.convert_model(_Encoder(task).eval(), example_input=_example(batches[0]))
+    converted = ov.convert_model(Encoder(task).eval(), example_input=example_of(batches[0]))
     options = {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -49,7 +49,7 @@ def openvino_side(task: Task, batches: list[Batch]) -> Runner:
     compiled = ov.Core().compile_model(converted, "CPU", options)
 
     def forward(batch: Batch) -> Tensor:
-        inputs = {name: value.numpy() for name, value in _example(batch).items()}
+        inputs = {name: value.numpy() for name, value in example_of(batch).items()}
         return torch.from_numpy(np.array(compiled(inputs)[0]))
 
     return Runner(forward)
@@ -59,10 +59,10 @@ def onnxruntime_side(task: Task, batches: list[Batch]) -> Runner:
     """ONNX Runtime on the CPU, fp32, all of its graph optimizations."""
     import onnxruntime
 
-    example = _example(batches[0])
+    example = example_of(batches[0])
     folder = tempfile.TemporaryDirectory()
     file = Path(folder.name) / "model.onnx"
-    torch.onnx.export(_Encoder(task).eval(), tuple(example.values()), file, dynamo=True)
+    torch.onnx.export(Encoder(task).eval(), tuple(example.values()), file, dynamo=True)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
@@ -70,7 +70,7 @@ def onnxruntime_side(task: Task, batches: list[Batch]) -> Runner:
     names = [given.name for given in session.get_inputs()]
 
     def forward(batch: Batch) -> Tensor:
-        values = (value.numpy() for value in _example(batch).values())
+        values = (value.numpy() for value in example_of(batch).values())
         (output,) = session.run(None, dict(zip(names, values, strict=True)))
         return torch.from_numpy(output)
 

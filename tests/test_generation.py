@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, T5ForConditionalGeneration
 
 import optimus
+from optimus.core.errors import NothingToDoError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 99,
@@ -217,3 +218,15 @@ def test_with_gradients() -> None:
         loss.backward()
         losses.append(model.model.layers[0].self_attn.k_proj.weight.grad)
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plan_of_what_does_not_generate_says_nothing_of_caches() -> None:
+    """Neither done nor left; by name it is an error; what generates otherwise is told why not."""
+    model = nn.Sequential(nn.Linear(256, 256)).eval()
+    assert "cpu.cache" not in str(optimus.plan(model))
+    with pytest.raises(NothingToDoError, match="does not generate"):
+        optimus.plan(model, optimus.Recipe("one", (("cpu.cache",),)))
+    decoder = build("llama")
+    assert "cpu.cache" in optimus.plan(decoder).passes
+    refused = optimus.plan(decoder, mode="training").refusals
+    assert ("cpu.cache", "not for training") in [(name, why.reason) for _, name, why in refused]

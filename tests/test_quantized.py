@@ -183,14 +183,15 @@ def test_unfit() -> None:
         "float64": unfit(good.double(), INT8),
         "on meta": unfit(good.to("meta"), INT8),
         "empty": unfit(good[:0], INT8),
-        "NaN or infinity": unfit(bad, INT8),
+        "NaN, infinity": unfit(bad, INT8),
+        "beyond 1e38": unfit(good.sign() * 2e38, INT8),
         "overflow": unfit(torch.zeros(1, 131_104), INT8),
     }
     for reason, refusal in reasons.items():
         assert refusal is not None
         assert reason in refusal.reason
     assert unfit(good, INT4) is None
-    with pytest.raises(ValueError, match="NaN or infinity"):
+    with pytest.raises(ValueError, match="NaN, infinity"):
         QuantizedWeight(bad, INT8)
 
 

@@ -1,17 +1,16 @@
-"""Recipes with fewer bits: what they take, what they leave and why, mixtures, heads, experts."""
+"""Recipes with fewer bits: what they take, what they leave and why, mixtures, heads."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from models import EXPERTS, PLAIN, Case, batch, case
+from models import PLAIN, batch, case
 from snapshots import distance, snapshot, values
-from torch import Tensor, nn
-from uses import generated
+from torch import nn
+from uses import claims, generated, rounded
 
 import optimus
 from optimus.core.canonical import Placeholder
@@ -24,6 +23,7 @@ from optimus.core.errors import (
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity
 from optimus.core.verify import LOSSY
+from optimus.ops import native
 from optimus.ops.quantized import INT4, INT8, INT8_DYNAMIC, QuantizedWeight
 from optimus.replacements._quantized import Quantized
 
@@ -35,17 +35,6 @@ def linear(width: int = 256, *, bias: bool = True) -> nn.Sequential:
     """One layer, large enough to round."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, 512, bias=bias)).eval()
-
-
-def rounded(model: nn.Module, backend: Any, recipe: Any = "int8", **options: Any) -> nn.Module:
-    """Transformed and not checked."""
-    return optimus.transform(model, recipe, backend=backend, check=False, **options)
-
-
-def claims(model: nn.Module, backend: Any, recipe: Any) -> dict[str, str]:
-    """What takes each site, by path: the last word of its name."""
-    made = optimus.plan(model, recipe, backend=backend)
-    return {claim.path: claim.replacement.rpartition(".")[2] for claim in made.claims}
 
 
 def spoiled(value: float) -> nn.Module:
@@ -86,8 +75,8 @@ def tied() -> nn.Module:
     [
         (lambda: linear(260), "groups of 32 do not divide 260 input features"),
         (lambda: nn.Sequential(nn.Linear(64, 64)), "too small to pay"),
-        (lambda: spoiled(float("nan")), "NaN or infinity"),
-        (lambda: spoiled(float("-inf")), "NaN or infinity"),
+        (lambda: spoiled(float("nan")), "NaN, infinity"),
+        (lambda: spoiled(float("-inf")), "NaN, infinity"),
         (lambda: linear().double(), "weight is float64"),
         (typed, "weight is a AffineQuantizedTensor"),
         (offloaded, "weight is offloaded"),
@@ -121,6 +110,23 @@ def test_other_places(capable):
         optimus.plan(linear(), "int4", backend=optimus.Backend("x86", "cpu"))
     with pytest.raises(NothingToDoError, match="not for training"):
         optimus.plan(linear(), "int8", backend=capable, mode="training")
+
+
+def test_without_compiled_kernels(capable, monkeypatch):
+    """Claimed all the same, for the memory; the plan says that it is slow, and why."""
+    monkeypatch.setattr(native, "available", lambda: "not built: there was no C compiler")
+    model = linear()
+    made = optimus.plan(model, "int8", backend=capable)
+    (claim,) = made.claims
+    assert claim.measured.startswith("slower than fp32")
+    assert claim.measured.endswith("there was no C compiler")
+    assert claim.measured in str(made)
+    assert optimus.Plan.from_json(made.to_json()) == made
+    x = torch.randn(2, 256)
+    given = model(x)
+    assert distance(rounded(model, capable, "int8")(x), given, None) < 2e-2
+    monkeypatch.setattr(native, "available", lambda: None)
+    assert not optimus.plan(linear(), "int8", backend=capable).claims[0].measured
 
 
 def test_every_lossy_name_has_a_tolerance():
@@ -288,73 +294,9 @@ def test_calibration(capable):
         errors.append(float(((dense - given) @ x[32:].t()).norm()))
         assert not model[0]._forward_pre_hooks
     assert errors[1] < 0.85 * errors[0]
-
-
-def mixtral(recipe: str = "int4") -> Case:
-    """The tiny mixture of experts."""
-    return Case(EXPERTS, CAUSAL, recipe=recipe)
-
-
-def routing() -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, of which none goes to expert 1."""
-    rows = torch.randn(7, 256)
-    chosen = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0], [3, 2], [0, 2]])
-    return rows, chosen, torch.rand(7, 2)
-
-
-@pytest.mark.parametrize("recipe", ["int8", "int8-dynamic", "int4"])
-def test_experts(recipe, capable, monkeypatch):
-    """Routed rows get the answers of the rounded weights, and other experts are not read."""
-    model = mixtral(recipe).build()
-    experts, given = model.model.layers[0].mlp.experts, routing()
-    twin = copy.deepcopy(experts)
-    rounded(model, capable, recipe)
-    for bridge in experts.bridges:
-        twin._parameters[bridge.key] = nn.Parameter(bridge.dense(experts))
-    read: list[int] = []
-    product = QuantizedWeight.matmul
-    monkeypatch.setattr(
-        QuantizedWeight,
-        "matmul",
-        lambda self, *given: read.append(id(self)) or product(self, *given),
-    )
-    with torch.no_grad():
-        assert 0 < distance(experts(*given), twin(*given), None) < 2e-2
-    codes = [bridge.state(experts).packed.experts for bridge in experts.bridges]
-    assert read == [id(codes[i][e]) for i in (0, 1) for e in (0, 2, 3)]
-    assert experts.gate_up_proj.shape == twin.gate_up_proj.shape
-
-
-def test_experts_with_gradients_and_biases(capable):
-    """A transposed layout, biases and a gate of its own; and the input's gradient."""
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    config = GptOssConfig(hidden_size=256, intermediate_size=128, num_local_experts=4)
-    config._experts_implementation = "grouped_mm"
-    experts, given = GptOssExperts(config).eval(), routing()
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter, 0, 0.06)
-    model = nn.ModuleDict({"experts": experts})
-    stock = copy.deepcopy(experts)
-    rounded(model, capable, "int8")
-    answers = []
-    for one in (experts, stock):
-        rows = given[0].clone().requires_grad_()
-        out = one(rows, *given[1:])
-        out.square().sum().backward()
-        answers.append((out.detach(), rows.grad))
-    assert distance(answers[0], answers[1], None) < 3e-2
-    optimus.reverse(model)
-    assert values(model.state_dict()) == values(nn.ModuleDict({"experts": stock}).state_dict())
-
-
-def test_moe_plan(capable):
-    """Experts in 4 bits, the head in 8, and nothing of the routers."""
-    found = claims(mixtral().build(vocab_size=300), capable, "int4")
-    assert found["model.layers.1.mlp.experts"] == "int4"
-    assert found["lm_head"] == "int8"
-    assert not any(path.endswith("gate") for path in found)
+    made = optimus.plan(stock, "int4", backend=capable)
+    applied = optimus.apply(stock, made, sample={"input": x[:32]})
+    assert torch.equal(applied[0].weight, model[0].weight)
 
 
 def test_export_is_refused_by_name(capable):

@@ -76,12 +76,12 @@ def test_tune_ends_in_time_and_auto_goes_by_it(encoder, capsys):
 
 
 def test_a_gain_is_claimed_and_quoted(capsys):
-    """In the plan, through JSON and back, and in what it prints; without limits of length."""
+    """In the plan, through JSON and back, and in what it prints; without a shortest length."""
     remember(WIDE, {64: 2.1, 8: 0.99, 1: 0.5})
     plan = optimus.plan(linear())
     (claim,) = plan.claims
     assert claim.measured == "measured 0.99x at 8, 2.10x at 64 rows (this machine, 2026-01-02)"
-    assert claim.lengths is None
+    assert claim.shortest is None
     assert claim.measured in str(plan)
     assert optimus.Plan.from_json(plan.to_json()) == plan
 
@@ -130,7 +130,7 @@ def test_attention_goes_by_its_own_figures_first():
     refused = costs.measured(name, HERE)
     assert refused.reason.startswith("does not pay: measured 0.70x at 32")
     remember(name, {128: 1.1, 512: 1.9})
-    assert costs.measured(name, HERE).lengths == (128, costs.LONGEST)
+    assert costs.measured(name, HERE).shortest == 128
 
 
 def test_figures_of_another_machine_say_nothing(capable, monkeypatch):

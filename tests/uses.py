@@ -1,4 +1,4 @@
-"""What users do with models: generate, write into them, train, watch and compile."""
+"""What users do with models: round them, generate, write into them, train, watch and compile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from models import LENGTH, batch, masks, pad_of, words
 from snapshots import tensors
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+
+import optimus
+
+
+def rounded(model: nn.Module, backend: Any, recipe: Any = "int8", **options: Any) -> nn.Module:
+    """Transformed and not checked."""
+    return optimus.transform(model, recipe, backend=backend, check=False, **options)
+
+
+def claims(model: nn.Module, backend: Any, recipe: Any) -> dict[str, str]:
+    """What takes each site, by path: the last word of its name."""
+    made = optimus.plan(model, recipe, backend=backend)
+    return {claim.path: claim.replacement.rpartition(".")[2] for claim in made.claims}
 
 
 def generated(model: nn.Module) -> Tensor:

@@ -27,12 +27,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _recipe(name: str) -> str:
-    """``"available"``, or why not: asked of the planner itself, on one linear layer."""
+    """``"available"`` and what it costs, or why not: asked of the planner, on one linear layer."""
     try:
-        optimus.plan(nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval(), name)
+        plan = optimus.plan(nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval(), name)
     except OptimusError as error:
         return str(error)
-    return "available"
+    return "; ".join(filter(None, ("available", *(claim.measured for claim in plan.claims))))
 
 
 def _backend(name: str) -> str:

@@ -27,7 +27,6 @@ from optimus.core.errors import Refusal
 
 # What a claim has to bring at some length that is not extreme.
 GAIN, USUAL = 1.3, 1000
-LONGEST = 1 << 62
 # Slower than this by rows is a loss, and faster a gain: what is between is the machine's noise.
 LOSS, WORTH = 0.97, 1.05
 FORMAT = 1
@@ -45,8 +44,8 @@ class Measured:
     unit: str = "keys"
 
     @property
-    def lengths(self) -> tuple[int, int] | None:
-        """The first number of keys from which on it never was slower, and the last.
+    def shortest(self) -> int | None:
+        """The least number of keys from which on it never was slower.
 
         None where it nowhere brings what a claim has to, and for rows, where every call is served.
         Below the shortest measured length nothing is known, and nothing claimed.
@@ -61,7 +60,7 @@ class Measured:
         gains = [ratio for length, ratio in self.ratios if length <= USUAL]
         if not longer or max(gains, default=0.0) < GAIN:
             return None
-        return longer[0], LONGEST
+        return longer[0]
 
     @property
     def loses_nowhere(self) -> bool:
@@ -94,7 +93,7 @@ def backends(name: str) -> frozenset[str]:
     return frozenset(
         kind.partition("/")[0]
         for kind in _table()
-        if isinstance(found := _found(name, kind), Measured) and found.lengths
+        if isinstance(found := _found(name, kind), Measured) and found.shortest
     )
 
 
@@ -103,7 +102,7 @@ def measured(name: str, context: Context) -> Measured | Refusal:
     found = _tuned(name, context) or _found(name, key(context))
     if found is None:
         return Refusal(f"not measured on {key(context)}")
-    return found if found.lengths else Refusal(f"does not pay: {found}")
+    return found if found.shortest else Refusal(f"does not pay: {found}")
 
 
 def measured_rows(name: str, context: Context) -> Measured | Refusal | None:

@@ -20,7 +20,7 @@ from optimus.core.planner import JOURNAL, Claim, Plan, describe, plan
 from optimus.core.probe import probe
 from optimus.core.recipes import Recipe, resolve_recipe
 from optimus.core.registry import Registry
-from optimus.core.replacement import LENGTHS, Mixin, Pass, Replacement, reclassed
+from optimus.core.replacement import SHORTEST, Mixin, Pass, Replacement, reclassed
 from optimus.core.surgery import Edit, Slot, Surgeon, undo
 from optimus.core.verify import Reference, Verdict, reference, verify, worth
 
@@ -92,9 +92,16 @@ def transform(
     return model
 
 
-def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> nn.Module:
+def apply(
+    model: nn.Module,
+    made: Plan,
+    *,
+    sample: Mapping[str, Tensor] | None = None,
+    registry: Registry | None = None,
+) -> nn.Module:
     """Carry out a plan, without checking answers. All of it or nothing.
 
+    ``sample`` weighs a rounding to 4 bits as it does in ``transform``; the model runs on it once.
     Raises ``PlanError`` where the plan was made for another model, ``SurgeryError`` where a site
     cannot be cut; the model is then as it was, also after an interrupt.
     """
@@ -103,7 +110,7 @@ def apply(model: nn.Module, made: Plan, *, registry: Registry | None = None) -> 
         if vars(root)[JOURNAL].plan == made:
             return model
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
-    _apply(root, made, registry, None)
+    _apply(root, made, registry, sample)
     _limit(root, vars(root)[JOURNAL])
     _commit(vars(root)[JOURNAL])
     return model
@@ -119,7 +126,7 @@ def _apply(
     _demand_fit(root, made)
     known = registry or Registry.installed()
     surgeon = Surgeon(root)
-    journal = Journal(made, surgeon.edits, "not verified: apply() does not run the model")
+    journal = Journal(made, surgeon.edits, "not verified: apply() compares no answers")
     try:
         with surgeon:
             surgeon.worth = _calibrate(root, made, known, sample)
@@ -217,8 +224,9 @@ def _rounded(root: nn.Module, made: Plan, known: Registry) -> Iterator[tuple[str
 def _calibrate(
     root: nn.Module, made: Plan, known: Registry, sample: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    paths = [claim.path for claim in made.claims if _mixin(known, claim).calibrates]
-    return worth(root, sample, paths) if sample is not None and paths else {}
+    mixins = {claim.path: _mixin(known, claim) for claim in made.claims}
+    mixins = {path: mixin for path, mixin in mixins.items() if mixin.calibrates}
+    return worth(root, sample, mixins) if sample is not None and mixins else {}
 
 
 def _limit(root: nn.Module, journal: Journal) -> None:
@@ -229,8 +237,8 @@ def _limit(root: nn.Module, journal: Journal) -> None:
     surgeon = Surgeon(root)
     surgeon.edits = journal.edits
     for claim in journal.plan.claims:
-        if claim.lengths is not None:
-            surgeon.set_attribute(root.get_submodule(claim.path), LENGTHS, claim.lengths)
+        if claim.shortest is not None:
+            surgeon.set_attribute(root.get_submodule(claim.path), SHORTEST, claim.shortest)
 
 
 def _fetch(journal: Journal) -> None:

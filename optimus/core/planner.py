@@ -36,8 +36,8 @@ JOURNAL = "_optimus_journal"
 class Claim:
     """One site that one replacement takes.
 
-    ``measured`` says what the claim rests on or costs, and ``lengths`` for which numbers of
-    keys it holds: outside of them a call takes the stock path.
+    ``measured`` says what the claim rests on or costs, and ``shortest`` from which number of keys
+    on it holds: a shorter call takes the stock path.
     """
 
     stage: int
@@ -47,7 +47,7 @@ class Claim:
     before: str
     after: str
     measured: str = ""
-    lengths: tuple[int, int] | None = None
+    shortest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,6 @@ def _plain(value: object) -> object:
     return sorted(value) if isinstance(value, frozenset) else cast(Mode | Fidelity, value).value
 
 
-def _claim(data: dict[str, Any]) -> Claim:
-    lengths = data["lengths"]
-    return Claim(**{**data, "lengths": None if lengths is None else tuple(lengths)})
-
-
 def _parse(data: dict[str, Any]) -> Plan:
     recipe, context = data["recipe"], data["context"]
     backend = context["backend"]
@@ -129,7 +124,7 @@ def _parse(data: dict[str, Any]) -> Plan:
             getattr(torch, context["dtype"]),
             context["decodes"],
         ),
-        claims=tuple(_claim(claim) for claim in data["claims"]),
+        claims=tuple(Claim(**claim) for claim in data["claims"]),
         refusals=tuple((path, name, Refusal(**why)) for path, name, why in data["refusals"]),
         passes=tuple(data["passes"]),
         fidelity=Fidelity(data["fidelity"]),
@@ -260,7 +255,8 @@ class _Planner:
             if isinstance(item, Replacement):
                 continue
             if refusal := item.refuses(self.model, context):
-                self._refuse("", item.name, refusal, named=item.name == pattern)
+                if item.name == pattern or item.concerns(self.model):
+                    self._refuse("", item.name, refusal, named=item.name == pattern)
             else:
                 self.passes.append(item.name)
                 self._degrade(item.fidelity)
@@ -326,14 +322,15 @@ class _Planner:
             before=name,
             after=rule.mixin.__name__ + name,
             measured=self._remark(site, rule) if found is None else str(found),
-            lengths=None if found is None else found.lengths,
+            shortest=None if found is None else found.shortest,
         )
         self._degrade(rule.fidelity)
 
     def _remark(self, site: Site, rule: Replacement) -> str:
-        """What a claim costs on top, where it rounds a copy of what must stay."""
+        """What its mixin says, and what it costs on top where a copy of what stays is rounded."""
         shared = ", ".join(self._owners_besides(site).values()) if rule.mixin.rounds else ""
-        return f"on top of {shared}, which stays as it is" if shared else ""
+        stays = f"on top of {shared}, which stays as it is" if shared else ""
+        return "; ".join(filter(None, (rule.mixin.remark(), stays)))
 
     def _refuse(self, path: str, name: str, refusal: Refusal, *, named: bool = False) -> None:
         if named:

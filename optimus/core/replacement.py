@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, Protocol, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from optimus.core.backend import BACKENDS, Context, Mode
 from optimus.core.canonical import Canonical
@@ -18,11 +18,12 @@ from optimus.core.errors import Refusal
 from optimus.core.originals import Keeper
 from optimus.core.paths import Site
 from optimus.core.surgery import Surgeon
+from optimus.ops.rounding import importance
 
 EVERYWHERE = frozenset(BACKENDS)
 ANY_MODE = frozenset(Mode)
-# Where a module keeps the numbers of keys for which its claim holds, if it is a measured one.
-LENGTHS = "_optimus_lengths"
+# Where a module keeps the number of keys from which on its claim holds, if it is a measured one.
+SHORTEST = "_optimus_shortest"
 
 # One class a pair, so that models of one kind share it and compilers guard on one type.
 _made: dict[tuple[type, type], type[nn.Module]] = {}
@@ -41,7 +42,7 @@ class Mixin(Canonical):
 
     ``rounds`` names the parameters that lose digits: their originals are kept, and the setup finds
     them in ``surgeon.kept``, unless they are tied and stay where they are. ``calibrates``: its
-    rounding is better for knowing what comes in (``surgeon.worth``).
+    rounding is better for knowing what comes in (``importance``, and then ``surgeon.worth``).
     """
 
     rounds: ClassVar[tuple[str, ...]] = ()
@@ -66,9 +67,22 @@ class Mixin(Canonical):
         return None
 
     @classmethod
+    def remark(cls) -> str:
+        """What whoever reads the plan should know of a claim, in a few words; "" for nothing."""
+        return ""
+
+    @classmethod
     def allows_tie(cls, other: nn.Module) -> bool:
         """Whether the site may share a parameter with ``other``: a new layout would untie them."""
         return not cls.bridges
+
+    @classmethod
+    def importance(cls, module: nn.Module, input: Tensor, *others: Any) -> dict[str, Tensor]:
+        """Of a call of the stock module, by the keys of ``rounds``: what errors of a feature count.
+
+        ``[in]``, or as many of them as the parameter has matrices.
+        """
+        return {cls.rounds[0]: importance(input)}
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -206,6 +220,9 @@ class Pass(Protocol):
     name: str
     fidelity: Fidelity
     backends: frozenset[str]
+
+    def concerns(self, model: nn.Module) -> bool:
+        """Whether the model is of its kind; of others the plan says nothing."""
 
     def refuses(self, model: nn.Module, context: Context) -> Refusal | None:
         """Why not on this model, or None."""

@@ -140,7 +140,7 @@ class Surgeon:
     """A transaction: every change goes through it, and an exception inside the block undoes all.
 
     For mixins that round: ``kept`` has the original of every parameter that they replace, by its
-    name, and ``worth`` what calibration found, by the path of the site.
+    name, and ``worth`` what calibration found, by the same name.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ verdict says so instead of passing NaN against NaN.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,7 @@ from optimus.core.errors import PlanError
 from optimus.core.paths import ties, unwrap
 from optimus.core.planner import JOURNAL
 from optimus.core.probe import Sample, probe
-from optimus.core.replacement import Fidelity
-from optimus.ops.rounding import importance
+from optimus.core.replacement import Fidelity, Mixin
 
 # Largest relative error that reordering the same arithmetic may cause.
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -140,29 +139,35 @@ def verify(model: nn.Module, against: Reference, *, tolerance: float | None = No
     )
 
 
-def worth(model: nn.Module, sample: Sample, paths: Collection[str]) -> dict[str, Tensor]:
-    """Calibration: the mean square of every feature that comes into the modules at ``paths``.
+def worth(model: nn.Module, sample: Sample, mixins: Mapping[str, type[Mixin]]) -> dict[str, Tensor]:
+    """Calibration: by the name of each parameter that the ``mixins`` at their paths will round, how
+    much an error in each input feature counts.
 
     One forward of the model as it is; padding does not count.
     """
     root, mask = unwrap(model), sample.get("attention_mask")
-    found: dict[str, list[Tensor]] = {path: [] for path in paths}
+    found: dict[str, list[Tensor]] = {}
 
-    def note(path: str) -> Any:
+    def note(path: str, mixin: type[Mixin]) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].numel():
-                found[path].append(importance(_real(args[0], mask)))
+                seen = mixin.importance(module, _real(args[0], mask), *args[1:])
+                for key, value in seen.items():
+                    found.setdefault(f"{path}.{key}".lstrip("."), []).append(value)
 
         return hook
 
-    handles = [root.get_submodule(p).register_forward_pre_hook(note(p)) for p in found]
+    handles = [
+        root.get_submodule(path).register_forward_pre_hook(note(path, mixin))
+        for path, mixin in mixins.items()
+    ]
     try:
         with _evaluating(root):
             root(**sample)
     finally:
         for handle in handles:
             handle.remove()
-    return {path: torch.stack(seen).mean(0) for path, seen in found.items() if seen}
+    return {name: torch.stack(seen).mean(0) for name, seen in found.items()}
 
 
 def _tolerance(root: nn.Module) -> float:

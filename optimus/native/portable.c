@@ -1,44 +1,6 @@
 /* The same in plain C, in loops that a compiler turns into the vectors of any processor. */
 #include "quantized.h"
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=haswell", "default")))
-#else
-#define CLONES
-#endif
-
-static float from_bf16(uint16_t bits)
-{
-    uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-/* Between fp16 and fp32 by arithmetic on their bits: exact, subnormals, infinity and NaN too. */
-static float from_fp16(uint16_t half)
-{
-    uint32_t rest = (uint32_t)(half & 0x7FFF) << 13, bits;
-    float value;
-    memcpy(&value, &rest, sizeof value);
-    value *= 0x1p112f;
-    memcpy(&bits, &value, sizeof bits);
-    if (rest >= 0x7C00u << 13)
-        bits |= INFINITE;
-    bits |= (uint32_t)(half & 0x8000) << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static uint16_t to_bf16(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    if (value != value)
-        return 0x7FC0;
-    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
 static uint16_t to_fp16(float value)
 {
     uint32_t bits, sign;
@@ -59,27 +21,19 @@ static uint16_t to_fp16(float value)
     return (uint16_t)(sign | ((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000) >> 13));
 }
 
-static float load(const void *from, int64_t at, int dtype)
-{
-    if (dtype == FLOAT32)
-        return ((const float *)from)[at];
-    uint16_t half = ((const uint16_t *)from)[at];
-    return dtype == BFLOAT16 ? from_bf16(half) : from_fp16(half);
-}
-
 static void store(void *to, int64_t at, int dtype, float value)
 {
     if (dtype == FLOAT32)
         ((float *)to)[at] = value;
     else
-        ((uint16_t *)to)[at] = dtype == BFLOAT16 ? to_bf16(value) : to_fp16(value);
+        ((uint16_t *)to)[at] = dtype == BFLOAT16 ? optimus_to_bf16(value) : to_fp16(value);
 }
 
 static uint32_t largest(const call_t *call, int64_t at, int64_t valid)
 {
     uint32_t most = 0;
     for (int64_t i = 0; i < valid; i++) {
-        float x = load(call->input, at + i, call->dtype);
+        float x = optimus_load(call->input, at + i, call->dtype);
         uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
         bits &= 0x7FFFFFFF;
@@ -95,7 +49,8 @@ static int32_t encode(const call_t *call, int64_t at, int64_t length, int64_t va
     for (int64_t i = 0; i < length; i += STEP, to += apart) {
         int8_t four[STEP] = {0};
         for (int64_t j = 0; j < STEP && i + j < valid && inverse != 0; j++) {
-            four[j] = (int8_t)nearbyintf(load(call->input, at + i + j, call->dtype) * inverse);
+            float x = optimus_load(call->input, at + i + j, call->dtype);
+            four[j] = (int8_t)nearbyintf(x * inverse);
             sum += four[j];
         }
         memcpy(to, four, sizeof four);
@@ -146,9 +101,9 @@ CLONES static void product(const call_t *call, const uint8_t *codes, int bits, i
             codes += 2 * 64 * bits / 8;
         }
         for (int n = 0; n < TILE; n++) {
-            total[n] += (float)sum[n] * (from_bf16(weight->scale[of + n]) * scale);
+            total[n] += (float)sum[n] * (optimus_from_bf16(weight->scale[of + n]) * scale);
             if (weight->minimum)
-                total[n] += from_bf16(weight->minimum[of + n]) * share;
+                total[n] += optimus_from_bf16(weight->minimum[of + n]) * share;
         }
     }
 }
@@ -163,7 +118,7 @@ static void multiply(const call_t *call, const uint8_t *codes, int bits, int64_t
             float total[TILE] = {0};
             product(call, codes + t * stride, bits, tile + t, optimus_place(call, r), total);
             for (int64_t i = 0, c = (tile + t) * TILE; i < TILE && c < n; i++, c++) {
-                float bias = call->bias ? load(call->bias, c, call->bias_dtype) : 0;
+                float bias = call->bias ? optimus_load(call->bias, c, call->bias_dtype) : 0;
                 store(call->output, (call->first_row + r) * n + c, call->dtype, total[i] + bias);
             }
         }

@@ -9,15 +9,22 @@
 
 #include "threads.h"
 
+/* Several versions of a function in plain C. By features: "arch=" asks for that very processor. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
 enum { TILE = 16, STEP = 4, PAD = 32, MOST_ROWS = 12, FEW_ROWS = 6 };
 enum { PORTABLE = 0, VNNI = 1 };
 
 /* One weight. codes [n/16][kp/4][16][4] bytes (of 4 bits: two steps a byte, [n/16][kp/8][16][4]);
    scale and minimum [n/16][groups][16] bf16; minimum is null where codes are symmetric. */
 typedef struct {
-    const uint8_t *codes;
-    const uint16_t *scale;
-    const uint16_t *minimum;
+    uint8_t *codes;
+    uint16_t *scale;
+    uint16_t *minimum;
     int64_t n, k, group;
     int32_t bits, rows;
 } optimus_weight;
@@ -56,6 +63,46 @@ typedef struct {
 
 /* Bits of fp32 infinity; NaN and infinity are at or above. */
 #define INFINITE 0x7F800000u
+
+static inline float optimus_from_bf16(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+/* Between fp16 and fp32 by arithmetic on their bits: exact, subnormals, infinity and NaN too. */
+static inline float optimus_from_fp16(uint16_t half)
+{
+    uint32_t rest = (uint32_t)(half & 0x7FFF) << 13, bits;
+    float value;
+    memcpy(&value, &rest, sizeof value);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, sizeof bits);
+    if (rest >= 0x7C00u << 13)
+        bits |= INFINITE;
+    bits |= (uint32_t)(half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint16_t optimus_to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (value != value)
+        return 0x7FC0;
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float optimus_load(const void *from, int64_t at, int dtype)
+{
+    if (dtype == FLOAT32)
+        return ((const float *)from)[at];
+    uint16_t half = ((const uint16_t *)from)[at];
+    return dtype == BFLOAT16 ? optimus_from_bf16(half) : optimus_from_fp16(half);
+}
 
 /* Scale of activations whose largest is `bits`: NaN for what is not finite, so that the row comes
    out as NaN, and 0 below what 127 can be divided by. */

@@ -15,7 +15,7 @@ from optimus.ops.axes import Axes, broadcast, halves
 from optimus.ops.einsum import as_product
 from optimus.ops.joins import concatenated
 from optimus.ops.kernels import spoils_gradients, widened
-from optimus.ops.scores import ALWAYS, Derived, Scores, first, real, respond
+from optimus.ops.scores import Derived, Scores, first, real, respond
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 
@@ -23,13 +23,13 @@ PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 class Deferred(TorchFunctionMode):
     """While active, products of two batches of matrices are ``Scores``.
 
-    ``lengths``: the numbers of keys, first and last, for which a call of the fused kernel pays;
-    others take the model's own way. Attention weights are taken to be read by nobody.
+    ``shortest``: the number of keys from which on a call of the fused kernel pays; shorter ones
+    take the model's own way. Attention weights are taken to be read by nobody.
     """
 
-    def __init__(self, lengths: tuple[int, int] = ALWAYS) -> None:
+    def __init__(self, shortest: int = 1) -> None:
         super().__init__()
-        self.lengths = lengths
+        self.shortest = shortest
 
     def __torch_function__(
         self,
@@ -70,7 +70,7 @@ class Deferred(TorchFunctionMode):
             return func(left.dense(), right) if found is None else found
         if isinstance(left, Scores) or isinstance(right, Scores) or not _could_be(left, right):
             return func(real(left), real(right))
-        return Scores(left, right, ((func, (left, right), {}),), self.lengths)
+        return Scores(left, right, ((func, (left, right), {}),), self.shortest)
 
     def sum_of_product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """``beta * bias + alpha * left @ right``, of three-dimensional batches."""
@@ -78,7 +78,7 @@ class Deferred(TorchFunctionMode):
         bias, left, right = given["input"], given["batch1"], given["batch2"]
         if first((bias, left, right)) is not None or "out" in kwargs:
             return func(*real(args), **real(kwargs))
-        scores = Scores(left, right, ((torch.bmm, (left, right), {}),), self.lengths)
+        scores = Scores(left, right, ((torch.bmm, (left, right), {}),), self.shortest)
         made = scores * given.get("alpha", 1)
         beta = given.get("beta", 1)
         if beta and not _is_zero(bias):
@@ -104,7 +104,7 @@ class Deferred(TorchFunctionMode):
             return func(*real(args)) if out is None else restored(out)
         if not restored.is_identity or not _could_be(left, right):
             return func(*args)
-        return Scores(left, right, ((func, args, {}),), self.lengths)
+        return Scores(left, right, ((func, args, {}),), self.shortest)
 
 
 def _is_zero(bias: Tensor) -> bool:
@@ -165,11 +165,10 @@ def attended(scores: Scores, value: Tensor) -> Tensor | None:
 
 def _fits(scores: Scores, value: Tensor) -> bool:
     bias = scores.bias
-    first, last = scores.lengths
     return (
         scores.normal
         and scores.real is None
-        and first <= scores.k <= last
+        and scores.k >= scores.shortest
         and scores.q > 0
         and tuple(value.shape[:-2]) == scores.lead
         and prod(scores.lead) > 0

@@ -16,7 +16,7 @@ def summed(one: Scores, other: Scores) -> Scores | None:
     if not _are_alike([one, other]) or one.left.ndim < 4:
         return None
     left = torch.cat([one.left * one.scale, other.left * other.scale], dim=-1)
-    new = Scores(left, torch.cat([one.right, other.right], dim=-2), (), one.lengths)
+    new = Scores(left, torch.cat([one.right, other.right], dim=-2), (), one.shortest)
     bias = [s.bias for s in (one, other) if s.bias is not None]
     new.bias = sum(bias[1:], bias[0]) if bias else None
     return new
@@ -59,7 +59,7 @@ def _of_keys(scores: list[Scores]) -> Scores | None:
         return None
     left = torch.cat([one.left * one.scale for one in scores], dim=-1)
     rights = [one.right for one in scores]
-    new = Scores(left, _diagonal(rights), (), scores[0].lengths)
+    new = Scores(left, _diagonal(rights), (), scores[0].shortest)
     new.blocks = tuple(rights)
     return new
 
@@ -81,7 +81,7 @@ def _of_queries(scores: list[Scores]) -> Scores | None:
     if torch.compiler.is_compiling() or not all(_have_one_right(head, one) for one in scores):
         return None
     left = torch.cat([one.left * one.scale for one in scores], dim=-2)
-    return Scores(left, head.right, (), head.lengths)
+    return Scores(left, head.right, (), head.shortest)
 
 
 def _have_one_right(one: Scores, other: Scores) -> bool:

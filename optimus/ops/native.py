@@ -58,6 +58,8 @@ class _Native:
             *(pointer, wide, wide, pointer, wide, wide),
             *(pointer, narrow, pointer, narrow),
         )
+        self.round: Callable[..., int] = library.optimus_round
+        library.optimus_round.argtypes = (pointer, pointer, wide, wide, narrow, pointer, narrow)
 
 
 @functools.cache
@@ -68,7 +70,7 @@ def _load() -> _Native | str:
     try:
         return _Native(ctypes.CDLL(str(built[0])))
     except (OSError, AttributeError) as error:
-        return f"{built[0].name} cannot be loaded: {error}"
+        return f"not loaded: {error}"
 
 
 def _parallel_entry() -> int | None:
@@ -110,6 +112,26 @@ def weight(
             **how,
         )
     )
+
+
+def round_into(weight: Any, dense: Tensor, worth: Tensor) -> None:
+    """Fill the zeros that ``weight`` refers to with codes and scales of ``dense [out, in]``.
+
+    ``worth [in]`` fp32: how much the error of each input feature counts. ``available()`` must be
+    None.
+    """
+    native = _load()
+    assert not isinstance(native, str)
+    failed = native.round(
+        weight,
+        dense.data_ptr(),
+        *dense.stride(),
+        DTYPES[dense.dtype],
+        worth.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for one group of a weight that is being rounded")
 
 
 def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:

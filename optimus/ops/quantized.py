@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from optimus.core.errors import Refusal
 from optimus.ops import native
 from optimus.ops.held import hold
-from optimus.ops.rounding import Rounded, importance, rounded, zero_code
+from optimus.ops.rounding import Rounded, importance, relative, rounded, zero_code
 
 __all__ = [
     "INT4",
@@ -38,6 +38,8 @@ STEP = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums of k products of 8 bits that fit an int32: 2³¹ / (128 · 127).
 LONGEST = 131_072
+# Beyond it the range of a group may not be a number of fp32.
+LARGEST = 1e38
 # Numbers of a weight that are made dense at once where no compiled kernel is.
 DENSE = 1 << 22
 
@@ -88,10 +90,11 @@ def _unfit_scheme(width: int, scheme: Scheme) -> Refusal | None:
 
 
 def _unfit_numbers(weight: Tensor) -> Refusal | None:
-    # One pass without a temporary as large as the weight.
-    if all(torch.isfinite(rows).all() for rows in weight.detach().split(256)):
+    # One pass without a temporary; NaN is the least and the largest of its company.
+    least, most = torch.aminmax(weight.detach())
+    if least >= -LARGEST and most <= LARGEST:
         return None
-    return Refusal("weight holds NaN or infinity")
+    return Refusal("weight holds NaN, infinity or numbers beyond 1e38")
 
 
 class QuantizedWeight:
@@ -104,17 +107,12 @@ class QuantizedWeight:
                 f"a weight {tuple(weight.shape)} cannot be rounded by {scheme}: {refusal.reason}. "
                 "Ask optimus.ops.quantized.unfit first."
             )
-        width = weight.shape[1]
         # Grad mode off, inference mode off: the codes must be usable in either.
         with torch.inference_mode(mode=False), torch.no_grad():
-            found = rounded(
-                weight.detach(),
-                scheme.bits,
-                scheme.group or width,
-                symmetric=scheme.symmetric,
-                importance=importance,
-            )
-            self._set(_tiled(found, scheme), weight.shape, weight.dtype, scheme)
+            worth = None if importance is None else relative(importance)
+            route = _rounded_by_torch if native.available() else _rounded_natively
+            tiles = route(weight.detach(), scheme, worth)
+            self._set(tiles, weight.shape, weight.dtype, scheme)
 
     def _set(
         self, tiles: Rounded, shape: Sequence[int], dtype: torch.dtype, scheme: Scheme
@@ -122,12 +120,9 @@ class QuantizedWeight:
         self.out_features, self.in_features = shape
         self.dtype, self.scheme = dtype, scheme
         self.tiles = tiles
-        self._native = self._reference() if native.available() is None else None
+        usable = native.available() is None
+        self._native = _reference(tiles, shape, scheme) if usable else None
         self.handle = hold(self)
-
-    def _reference(self) -> Any:
-        shape, how = (self.out_features, self.in_features), self.scheme
-        return native.weight(*self.tiles, shape, group=how.group, bits=how.bits, rows=how.rows)
 
     @property
     def nbytes(self) -> int:
@@ -228,6 +223,33 @@ def _restore(
     with torch.inference_mode(mode=False):
         weight._set(tiles, shape, dtype, scheme)
     return weight
+
+
+def _reference(tiles: Rounded, shape: Sequence[int], scheme: Scheme) -> Any:
+    rows, width = shape
+    how = {"group": scheme.group, "bits": scheme.bits, "rows": scheme.rows}
+    return native.weight(*tiles, (rows, width), **how)
+
+
+def _rounded_natively(weight: Tensor, scheme: Scheme, worth: Tensor | None) -> Rounded:
+    rows, width = weight.shape
+    tiles, groups = -(-rows // TILE), width // (scheme.group or width)
+    steps = -(-width // STEP) * scheme.bits
+    scale = torch.zeros(tiles, groups, TILE, dtype=torch.bfloat16)
+    made = Rounded(
+        torch.zeros(tiles, steps, TILE, 4, dtype=torch.uint8),
+        scale,
+        None if scheme.symmetric else torch.zeros_like(scale),
+    )
+    worth = (torch.ones(1) if worth is None else worth).expand(width).contiguous()
+    native.round_into(_reference(made, weight.shape, scheme), weight, worth)
+    return made
+
+
+def _rounded_by_torch(weight: Tensor, scheme: Scheme, worth: Tensor | None) -> Rounded:
+    group = scheme.group or weight.shape[1]
+    plain = rounded(weight, scheme.bits, group, symmetric=scheme.symmetric, worth=worth)
+    return _tiled(plain, scheme)
 
 
 def _tiled(plain: Rounded, scheme: Scheme) -> Rounded:

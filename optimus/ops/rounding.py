@@ -3,19 +3,26 @@
 A number is ``scale * (code - zero)`` with ``zero`` 128 or 8 when symmetric, ``scale * code +
 minimum`` otherwise. Scales and minima are bf16 (full range, half the bytes of fp32) and the codes
 are chosen for the scale as stored, so that its own rounding costs nothing.
+
+``native/rounding.c`` does the same in a tenth of the time and gives the same bits, so every sum
+here is in the order in which it adds.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # The scales tried for a group, as shares of the one that just reaches its largest number.
 SHARES = (0.65, 0.72, 0.78, 0.84, 0.89, 0.93, 0.97, 1.0, 1.04)
 # Numbers rounded at once: the temporaries of a slice stay in the second-level cache.
 SLICE = 1 << 16
+# A sum over a group is one of so many partial sums, each of every so many numbers.
+CHAINS = 8
 
 
 class Rounded(NamedTuple):
@@ -40,14 +47,24 @@ def importance(inputs: Tensor) -> Tensor:
     return inputs.detach().flatten(0, -2).float().square().mean(0)
 
 
+def relative(importance: Tensor) -> Tensor:
+    """Weights of the error, positive everywhere: a feature never seen still counts a little."""
+    worth = importance.detach().float()
+    mean = worth.mean()
+    return (worth / mean).clamp_min(1e-4) if mean > 0 else torch.ones_like(worth)
+
+
 def rounded(
-    weight: Tensor, bits: int, group: int, *, symmetric: bool, importance: Tensor | None = None
+    weight: Tensor, bits: int, group: int, *, symmetric: bool, worth: Tensor | None = None
 ) -> Rounded:
-    """Round ``weight [n, k]``, a slice of rows at a time; ``group`` divides k."""
+    """Round ``weight [n, k]``, a slice of rows at a time; ``group`` divides k.
+
+    ``worth [k]``: how much the error of each input feature counts.
+    """
     rows, width = weight.shape
     step = max(1, SLICE // width)
     groups = width // group
-    worth = None if importance is None else _worth(importance).view(groups, group)
+    worth = None if worth is None else worth.view(groups, group)
     codes = torch.empty(rows, width, dtype=torch.uint8)
     scale = torch.empty(rows, groups, dtype=torch.bfloat16)
     minimum = None if symmetric else torch.empty_like(scale)
@@ -63,11 +80,11 @@ def rounded(
     return Rounded(codes, scale, minimum)
 
 
-def _worth(importance: Tensor) -> Tensor:
-    """Weights of the error, positive everywhere: a feature never seen still counts a little."""
-    worth = importance.detach().float()
-    mean = worth.mean()
-    return (worth / mean).clamp_min(1e-4) if mean > 0 else torch.ones_like(worth)
+def _sum(x: Tensor) -> Tensor:
+    """Over the last dimension, in an order that is defined: torch's depends on the processor."""
+    padded = pad(x, (0, -x.shape[-1] % CHAINS))
+    chains = padded.view(*padded.shape[:-1], -1, CHAINS)
+    return functools.reduce(torch.add, functools.reduce(torch.add, chains.unbind(-2)).unbind(-1))
 
 
 def _stored(scale: Tensor) -> Tensor:
@@ -101,21 +118,22 @@ def _best_scale(block: Tensor, zero: int, worth: Tensor | None) -> Tensor:
     """The scale of least squared error for each group; negative where its sign helps.
 
     Codes reach one step further below than above, so the largest number of a group goes to the
-    longer side. For each candidate the codes are found, and then the scale that fits them best.
+    longer side. For each candidate the codes are found, and then the scale that fits them best. The
+    one that reaches all stays where the squares are beyond fp32, or nothing.
     """
     high, low = block.amax(-1), block.amin(-1)
     extreme = torch.where(high > -low, high, low)
     weighted = block if worth is None else block * worth
-    best = torch.full_like(extreme, -1.0)
-    scale = torch.zeros_like(extreme)
+    best = torch.zeros_like(extreme)
+    scale = extreme / -zero
     for share in SHARES:
         inverse = _inverse(extreme * (-share / zero)).unsqueeze(-1)
         steps = (block * inverse).round_().clamp_(-zero, zero - 1)
-        cross = (weighted * steps).sum(-1)
-        square = (steps * steps if worth is None else steps * steps * worth).sum(-1)
+        cross = _sum(weighted * steps)
+        square = _sum(steps * steps if worth is None else steps * steps * worth)
         fit = torch.where(square > 0, cross / square, 0.0)
         gain = cross * fit
-        better = gain > best
+        better = (gain > best) & (gain < torch.inf)
         best = torch.where(better, gain, best)
         scale = torch.where(better, fit, scale)
     return _stored(scale)
@@ -140,23 +158,23 @@ def _best_line(
 ) -> tuple[Tensor, Tensor]:
     """Scale and minimum of least squared error: candidates, then a weighted line through each."""
     weights = torch.ones_like(block[:1]) if worth is None else worth
-    total = weights.sum(-1)
-    mean = (block * weights).sum(-1) / total
+    total = _sum(weights)
+    mean = _sum(block * weights) / total
     centred = block - mean.unsqueeze(-1)
     weighted = centred * weights
     middle = minimum + scale * 7.5
-    best = torch.full_like(scale, -1.0)
+    best = torch.zeros_like(scale)
     scale_found, minimum_found = scale, minimum
     for share in SHARES:
         inverse = _inverse(scale * share)
         start = middle - scale * (share * 7.5)
         steps = ((block - start.unsqueeze(-1)) * inverse.unsqueeze(-1)).round_().clamp_(0, 15)
-        centre = (steps * weights).sum(-1) / total
-        cross = (weighted * steps).sum(-1)
-        square = (steps * steps * weights).sum(-1) - centre * centre * total
+        centre = _sum(steps * weights) / total
+        cross = _sum(weighted * steps)
+        square = _sum(steps * steps * weights) - centre * centre * total
         slope = torch.where(square > 0, cross / square, 0.0)
         gain = cross * slope
-        better = gain > best
+        better = (gain > best) & (gain < torch.inf)
         best = torch.where(better, gain, best)
         scale_found = torch.where(better, slope, scale_found)
         minimum_found = torch.where(better, mean - slope * centre, minimum_found)

@@ -309,7 +309,7 @@ def _transpose(scores: Any, *axes: int) -> Scores | None:
     if {axis % scores.ndim for axis in axes} != {scores.ndim - 2, scores.ndim - 1}:
         return None
     left, right = scores.right.transpose(-1, -2), scores.left.transpose(-1, -2)
-    new = Scores(left, right, (), scores.lengths)
+    new = Scores(left, right, (), scores.shortest)
     if new.lead != scores.lead:
         return None
     new.scale, new.dtype, new.peaked = scores.scale, scores.dtype, scores.peaked

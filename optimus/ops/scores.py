@@ -23,8 +23,6 @@ from optimus.ops.axes import Axes, broadcast, without_ones
 
 # Fills from here down are masks: what they leave of a softmax is exactly zero.
 MASKED = -1e4
-# Any length.
-ALWAYS = (1, 1 << 62)
 
 
 # What can be put into the form of one kernel call, by torch's names (``rules``).
@@ -57,11 +55,11 @@ class Scores:
     views share. ``bias`` is added and ``factor`` multiplied, both along the fine axes; ``gate`` is
     a mask of zeros and ones multiplied in that waits for what is added where it is zero, and
     ``peaked`` says that the largest was taken off. ``blocks`` are what ``right`` was made of.
-    ``lengths``: the numbers of keys for which the fused kernel was measured to pay.
+    ``shortest``: the number of keys from which on the fused kernel was measured to pay.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, steps: tuple[Any, ...], lengths: Any) -> None:
-        self.left, self.right, self.steps, self.lengths = left, right, steps, lengths
+    def __init__(self, left: Tensor, right: Tensor, steps: tuple[Any, ...], shortest: int) -> None:
+        self.left, self.right, self.steps, self.shortest = left, right, steps, shortest
         self.lead: Axes = broadcast(left.shape[:-2], right.shape[:-2])
         self.fine: Axes = without_ones(self.lead)
         self.q, self.k = left.shape[-2], right.shape[-1]

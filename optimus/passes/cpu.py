@@ -31,6 +31,10 @@ class Bfloat16:
     fidelity = Fidelity.LOSSY
     backends = CPUS
 
+    def concerns(self, model: nn.Module) -> bool:
+        """Every model."""
+        return True
+
     def refuses(self, model: nn.Module, context: Context) -> Refusal | None:
         """Only inference, only fp32 models, only hardware with bf16 products."""
         if context.backend.name not in self.backends:

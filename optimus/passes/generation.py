@@ -25,6 +25,10 @@ class Roomy:
     fidelity: Fidelity = Fidelity.EXACT
     backends: frozenset[str] = CPUS
 
+    def concerns(self, model: nn.Module) -> bool:
+        """Models that generate."""
+        return generates(model)
+
     def refuses(self, model: nn.Module, context: Context) -> Refusal | None:
         """Where nothing generates, or in another way."""
         if context.backend.name not in self.backends:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from optimus.core.backend import Context
 from optimus.core.errors import Refusal, SurgeryError
@@ -19,9 +20,9 @@ from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.experts import RoutedWeight, routed_linear
-from optimus.ops.quantized import QuantizedWeight, Scheme, unfit
+from optimus.ops.quantized import QuantizedWeight, Scheme, importance, unfit
 from optimus.replacements._linear import PLAIN, out_of_reach, too_small
-from optimus.replacements._quantized import readable, retyped, unfit_hardware
+from optimus.replacements._quantized import readable, retyped, unfit_hardware, without_kernels
 from optimus.replacements._rounding import Rounding, Rounds
 
 
@@ -44,11 +45,11 @@ class RoundedExperts(Rounding[RoutedWeight]):
         return next((refusal for refusal in upright if refusal is not None), None)
 
     def round(self, module: nn.Module, weight: Tensor, worth: Tensor | None) -> RoutedWeight:
-        """Expert by expert; calibration sees what comes in, and not what the gate makes of it."""
-        width = _upright(module, weight).shape[-1]
-        worth = worth if worth is not None and len(worth) == width and "up" in self.key else None
+        """Expert by expert, of which each may have a ``worth`` of its own."""
         experts = _upright(module, weight)
-        return RoutedWeight([QuantizedWeight(one, self.scheme, worth) for one in experts])
+        worths = [None] * len(experts) if worth is None else worth.expand(len(experts), -1)
+        pairs = zip(experts, worths, strict=True)
+        return RoutedWeight([QuantizedWeight(one, self.scheme, its) for one, its in pairs])
 
     def retyped(self, codes: RoutedWeight, dtype: torch.dtype) -> RoutedWeight:
         """The same codes; a scale serves every dtype."""
@@ -92,6 +93,28 @@ class QuantizedExperts(Rounds, Mixin):
             if refusal := too_small(weight) or cast(RoundedExperts, bridge).refuses(module, weight):
                 return refusal
         return None
+
+    @classmethod
+    def remark(cls) -> str:
+        """Where the kernels are not there."""
+        return without_kernels()
+
+    @classmethod
+    def importance(cls, module: nn.Module, input: Tensor, *others: Any) -> dict[str, Tensor]:
+        """What comes into all experts at once, and what comes out of the gate of each."""
+        found = super().importance(module, input)
+        if len(others) != 2 or len(others[0]) != len(input):
+            return found
+        stock, (up, down) = cast(Any, module), cls.rounds
+        weight, bias = _upright(module, getattr(stock, up)), getattr(stock, f"{up}_bias", None)
+        shape = _upright(module, getattr(stock, down)).shape
+        found[down] = input.new_zeros(shape[0], shape[-1], dtype=torch.float32)
+        gate = stock._apply_gate if stock.has_gate else stock.act_fn
+        for expert in others[0].unique().tolist():
+            rows = input[(others[0] == expert).any(-1)]
+            hidden = gate(linear(rows, weight[expert], None if bias is None else bias[expert]))
+            found[down][expert] = importance(hidden) * len(rows)
+        return found
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:

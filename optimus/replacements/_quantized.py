@@ -16,6 +16,7 @@ from optimus.core.backend import Context
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.surgery import Surgeon
+from optimus.ops import native
 from optimus.ops.linear import PackedWeight
 from optimus.ops.quantized import QuantizedWeight, Scheme, unfit
 from optimus.replacements._linear import Packed, out_of_reach, too_small
@@ -76,6 +77,12 @@ def unfit_hardware(context: Context) -> Refusal | None:
     )
 
 
+def without_kernels() -> str:
+    """What it means where the compiled kernels are missing: the memory is saved, and no time."""
+    reason = native.available()
+    return f"slower than fp32, by torch's own operators: the kernels are {reason}" if reason else ""
+
+
 class Quantized(Rounds, Packed):
     """``nn.Linear`` or ``Conv1D`` on a rounded weight.
 
@@ -95,6 +102,11 @@ class Quantized(Rounds, Packed):
         if weight.ndim != 2:
             return Refusal(f"weight has {weight.ndim} dimensions")
         return too_small(weight) or unfit(readable(_upright(site.module, weight)), cls.scheme)
+
+    @classmethod
+    def remark(cls) -> str:
+        """Where the kernels are not there."""
+        return without_kernels()
 
     @classmethod
     def allows_tie(cls, other: nn.Module) -> bool:

@@ -79,9 +79,9 @@ class Rounding(Generic[C]):
 
     def prepare(self, module: nn.Module, surgeon: Surgeon) -> None:
         """Take the original from the keeper, and fold."""
-        path = surgeon.path(module)
-        original = surgeon.kept.get(f"{path}.{self.key}".lstrip("."))
-        state: State[C] = State(cast("Original | None", original), surgeon.worth.get(path))
+        name = f"{surgeon.path(module)}.{self.key}".lstrip(".")
+        original = cast("Original | None", surgeon.kept.get(name))
+        state: State[C] = State(original, surgeon.worth.get(name))
         surgeon.set_attribute(module, self.slot, state)
         surgeon.fold(module, self)
 

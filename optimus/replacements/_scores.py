@@ -8,16 +8,17 @@ call is computed as the model computes it.
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from optimus.core.replacement import LENGTHS, Architecture, Mixin, Replacement
+from optimus.core.replacement import SHORTEST, Architecture, Mixin, Replacement
 from optimus.core.surgery import Surgeon
 from optimus.ops.deferred import Deferred
-from optimus.ops.scores import ALWAYS, Derived, Scores
+from optimus.ops.scores import Derived, Scores
 from optimus.replacements._families import targets
 from optimus.replacements._watch import is_watched, records_weights
 
@@ -37,10 +38,10 @@ class FusedScores(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; by its own way where somebody reads weights or watches its parts."""
-        lengths = vars(self).get(LENGTHS, ALWAYS)
-        if _extent(args, kwargs) < lengths[0] or _wanted(self, args, kwargs) or _is_opened(self):
+        shortest = vars(self).get(SHORTEST, 1)
+        if _extent(args, kwargs) < shortest or _wanted(self, args, kwargs) or _is_opened(self):
             return super().forward(*args, **kwargs)
-        with Deferred(lengths):
+        with Deferred(shortest):
             out = super().forward(*args, **kwargs)
         return _written(out)
 
@@ -73,7 +74,7 @@ def _extent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for one in (*args, *kwargs.values()):
         if isinstance(one, Tensor) and one.ndim > 2:
             return one.numel() // (one.shape[-1] * min(one.shape[0], one.shape[1]) or 1)
-    return ALWAYS[1]
+    return sys.maxsize
 
 
 def _is_opened(module: nn.Module) -> bool:
