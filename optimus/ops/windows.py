@@ -31,13 +31,12 @@ class Part(NamedTuple):
     lse: Tensor
 
 
-def attended(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, scale: float | None = None
-) -> Part:
-    """``[batch, length, heads, dim]`` in and out; ``bias`` is added to the scores and broadcasts to
-    ``[batch, heads, length, keys]``. On CPUs, without gradients."""
+def attended(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Part:
+    """``[batch, length, heads, dim]`` in and out, scaled by the root of the last axis; ``bias`` is
+    added to the scores and broadcasts to ``[batch, heads, length, keys]``. On CPUs, without
+    gradients."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(t.transpose(1, 2) for t in (query, key, value)), attn_mask=bias, scale=scale
+        *(t.transpose(1, 2) for t in (query, key, value)), attn_mask=bias
     )
     return Part(out.transpose(1, 2), lse.transpose(1, 2))
 
@@ -61,7 +60,7 @@ def biases(query: Tensor, masked: Tensor, low: float) -> Tensor:
 
 def sliding(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, reach: int) -> Part:
     """Every query over the keys at most ``reach`` away. ``bias [batch, length]`` is added by keys;
-    the length is a multiple of ``reach``. Scaled by the root of the last axis."""
+    the length is a multiple of ``reach``."""
     length = query.shape[1]
     rows = gcd(length, ROWS)
     rows = rows if rows >= FEWEST else reach

@@ -16,7 +16,16 @@ from optimus.core.backend import CPUS, Mode
 from optimus.core.replacement import LENGTHS, Architecture, Mixin, Replacement
 from optimus.ops.capped import capped_windows
 from optimus.ops.scores import ALWAYS
-from optimus.ops.windows import Part, attended, bias_dtype, biases, block_sparse, blocked, joined, sliding
+from optimus.ops.windows import (
+    Part,
+    attended,
+    bias_dtype,
+    biases,
+    block_sparse,
+    blocked,
+    joined,
+    sliding,
+)
 from optimus.replacements._families import targets
 from optimus.replacements._scores import FusedScores, is_opened, is_wanted
 
@@ -86,11 +95,13 @@ class LongformerWindows(FusedWindows):
         is_index_masked: Tensor | None = None,
         is_index_global_attn: Tensor | None = None,
         is_global_attn: bool | None = None,
-        output_attentions: bool = False,
+        *_: Any,
+        **__: Any,
     ) -> Any:
         """``[batch, length, width]``; the masks are ``[batch, length]``."""
         reach = self.one_sided_attn_window_size
-        if attention_mask is None or is_index_masked is None or hidden_states.shape[1] % (2 * reach):
+        uneven = hidden_states.shape[1] % (2 * reach)
+        if attention_mask is None or is_index_masked is None or uneven:
             return None
         query, key, value = (
             self._heads(layer, hidden_states) for layer in (self.query, self.key, self.value)
@@ -116,9 +127,7 @@ class LongformerWindows(FusedWindows):
 
     def _of_global(self, hidden: Tensor, places: Tensor, bias: Tensor) -> Tensor:
         query = self._heads(self.query_global, _taken(hidden, places))
-        key, value = (
-            self._heads(layer, hidden) for layer in (self.key_global, self.value_global)
-        )
+        key, value = (self._heads(layer, hidden) for layer in (self.key_global, self.value_global))
         return attended(query, key, value, bias).out
 
 
