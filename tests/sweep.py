@@ -27,7 +27,7 @@ from optimus.core.planner import JOURNAL, Recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Replacement
 from optimus.ops import capped
-from optimus.replacements import biased, decoders, handwritten, hosted, islands
+from optimus.replacements import biased, decoders, handwritten, hosted, islands, windows
 from optimus.replacements import refused as refused_rows
 
 CLOSE = 5e-6
@@ -38,7 +38,7 @@ GROUPS = {
     "B": handwritten.ARCHITECTURES,
     "C": biased.ARCHITECTURES,
     "D": hosted.SINKS,
-    "E": (*hosted.CAPPED, *refused_rows.SPARSE),
+    "E": (*hosted.CAPPED, *windows.ARCHITECTURES, *refused_rows.SPARSE),
     "F": refused_rows.OTHER,
     "MLA": decoders.LATENT,
     "GQA": decoders.GROUPED,

@@ -321,6 +321,8 @@ def _demand_own_classes(root: nn.Module, edits: list[Edit]) -> None:
     for path, cls in last.items():
         if path not in known or type(known[path]) is not cls:
             found = type(known[path]).__qualname__ if path in known else "nothing"
+            if found in getattr(cls, "successors", ()):
+                continue
             raise SurgeryError(
                 f"{path or 'the model'} is now {found}: the tree was changed after the transform. "
                 "Undo that first (unload adapters, remove wrappers), then reverse."

@@ -43,10 +43,12 @@ class Mixin(Canonical):
     ``rounds`` names the parameters that lose digits: their originals are kept, and the setup finds
     them in ``surgeon.kept``, unless they are tied and stay where they are. ``calibrates``: its
     rounding is better for knowing what comes in (``importance``, and then ``surgeon.worth``).
+    ``successors`` names the classes of which its model may put a new object in its place by itself.
     """
 
     rounds: ClassVar[tuple[str, ...]] = ()
     calibrates: ClassVar[bool] = False
+    successors: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
@@ -109,8 +111,9 @@ def _derive(mixin: type[Canonical], original: type[nn.Module]) -> type[nn.Module
         "__doc__": original.__doc__,
         "_get_name": lambda self: mixin.__name__ + super(mixin, self)._get_name(),
     }
-    if "forward" in vars(mixin):
-        body["forward"] = _with_signature(vars(mixin)["forward"], original.forward)
+    forward = getattr(mixin, "forward", None)
+    if forward is not None:
+        body["forward"] = _with_signature(forward, original.forward)
     metaclass: Any = type(original)
     return cast(type[nn.Module], metaclass(original.__name__, (mixin, original), body))
 

@@ -39,7 +39,7 @@ class FusedScores(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; by its own way where somebody reads weights or watches its parts."""
         shortest = vars(self).get(SHORTEST, 1)
-        if _extent(args, kwargs) < shortest or _wanted(self, args, kwargs) or _is_opened(self):
+        if _extent(args, kwargs) < shortest or is_wanted(self, args, kwargs) or is_opened(self):
             return super().forward(*args, **kwargs)
         with Deferred(shortest):
             out = super().forward(*args, **kwargs)
@@ -77,7 +77,7 @@ def _extent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return sys.maxsize
 
 
-def _is_opened(module: nn.Module) -> bool:
+def is_opened(module: nn.Module) -> bool:
     """Whether a hook on a part (a dropout, a softmax) would see scores that are not written."""
     if torch_module._has_any_global_hook():
         return True
@@ -88,7 +88,7 @@ def _is_opened(module: nn.Module) -> bool:
     return False
 
 
-def _wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_wanted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether attention weights that the original returns are read by anybody."""
     place = vars(module)[PLACE]
     return bool(

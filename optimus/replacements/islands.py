@@ -6,6 +6,7 @@ from optimus.replacements._scores import scores
 
 ARCHITECTURES = (
     scores("aria", "AriaCrossAttention"),
+    scores("bridgetower", "BridgeTowerCrossAttention"),
     scores("conditional_detr", "ConditionalDetrDecoderCrossAttention"),
     scores("evolla", "EvollaSequenceCompressorAttention", "EvollaSequenceAlignerCrossAttention"),
     scores("falcon", "FalconAttention"),

@@ -21,9 +21,6 @@ def refused(model_type: str, *classes: str, because: str) -> Architecture:
     return Architecture(model_type=model_type, replacements=(row,))
 
 
-_BLOCKS = "block-sparse: dense SDPA would look at what it leaves out"
-_WINDOW = "windows with global tokens, by chunks: dense SDPA is quadratic"
-_CAPPED = "a soft cap on blocks, which no config can leave out"
 _POINTS = "weighs a few sampled points, not keys"
 
 # Their callers keep the weights, asked or not.
@@ -31,20 +28,13 @@ GIVEN = (
     refused(
         "bridgetower",
         "BridgeTowerBertCrossLayer",
-        because="its layers give their weights out unasked",
+        because="its layers give the weights of self-attention out unasked",
     ),
 )
 
-# A fused kernel of another kind would do: flex attention, natten.
+# A fused kernel of another kind would do: natten.
 SPARSE = (
-    refused("big_bird", "BigBirdBlockSparseAttention", because=_BLOCKS),
-    refused("bigbird_pegasus", "BigBirdPegasusBlockSparseAttention", because=_BLOCKS),
     refused("dinat", "NeighborhoodAttention", because="neighbourhoods in two dimensions: natten"),
-    refused("gemma3n", "Gemma3nAudioAttention", because=_CAPPED),
-    refused("gemma4", "Gemma4AudioAttention", because=_CAPPED),
-    refused("led", "LEDEncoderSelfAttention", because=_WINDOW),
-    refused("longformer", "LongformerSelfAttention", because=_WINDOW),
-    refused("pegasus_x", "PegasusXGlobalLocalAttention", because=_WINDOW),
 )
 
 # Not softmax(QKᵀ + bias)V.

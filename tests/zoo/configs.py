@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, ResNetConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .overrides import DEFAULTS, SIZES
-from .sizes import HEAD, HEADS, IMAGE, POSITIONS, TINY_POSITIONS, WIDTH, WINDOW
+from .sizes import HEAD, HEADS, IMAGE, POSITIONS, SPAN, TINY_POSITIONS, WIDTH, WINDOW
 
 VOCABULARY, LAYERS = 99, 2
 
@@ -42,7 +42,8 @@ NUMBERS: tuple[tuple[str, int], ...] = (
     (r".*(num_hidden_layers|n_layers?|num_layers|_layers|_depth|num_blocks)|depth|layers", LAYERS),
     (r".*(intermediate|ffn|feed_?forward|mlp|d_ff|inner)_?(size|dim|hidden_size|channels)?", 96),
     (r".*(max_\w*position|n_positions|n_ctx|max_seq|source_length|max_pos_emb).*", POSITIONS),
-    (r"sliding_window\w*|local_attention|attention_chunk_size|attention_window\w*", 4),
+    (r"sliding_window\w*|local_attention|attention_chunk_size", 4),
+    (r"attention_window\w*", SPAN),
     (r"image_size|img_size|pretrain_image_size|\w*crop_size|input_size|max_img_size", IMAGE),
     (r"patch_size", 16),
     (r".*(hidden_size|hidden_dim|d_model|n_embd|embed_dim|projection_dim|emb(edding)?_dim)", WIDTH),

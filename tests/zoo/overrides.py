@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .sizes import BLOCK, RANDOM, SPAN
+
 # Arguments without which a config cannot be made even at its own sizes.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
@@ -20,6 +22,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "align": {"projection_dim": 80},
     "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"block_size": BLOCK, "num_random_blocks": RANDOM},
+    "bigbird_pegasus": {"block_size": BLOCK, "num_random_blocks": RANDOM},
     "blip-2": {"image_token_index": 98},
     "blt": {"num_hidden_layers": 2},
     "chmv2": {"backbone_config": {"return_class_token": True}},
@@ -88,6 +92,7 @@ SIZES: dict[str, dict[str, Any]] = {
             "mrope_section": [2, 3, 3],
         }
     },
+    "pegasus_x": {"block_size": SPAN},
     "pi0": {"chunk_size": 9},
     "pp_doclayout_v2": {"class_thresholds": [0.5] * 2, "class_order": [0, 1]},
     "qwen4_exp_text": {

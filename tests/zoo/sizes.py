@@ -15,4 +15,7 @@ POSITIONS = max(TINY_POSITIONS, 2 * LENGTH)
 IMAGE = max(64, 16 * round(math.sqrt(LENGTH)))
 # Swin's windows are 7 or 8 wide; at tiny sizes there must be more than one of them.
 WINDOW = 2 if LENGTH < 32 else 8
+# Windows and blocks are no wider than the models' own, and at tiny sizes leave something out.
+SPAN = 4 if LENGTH < 32 else min(512, LENGTH // 2)
+BLOCK, RANDOM = (1, 1) if LENGTH < 32 else (64, 3)
 FRAMES, SAMPLES = 8 * LENGTH, 640 * LENGTH
