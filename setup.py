@@ -9,7 +9,8 @@ import sys
 
 from setuptools import Extension, setup
 
-SOURCES = ["quantized.c", "portable.c", "vnni.c"]
+SOURCES = ["threads.c", "quantized.c", "portable.c", "vnni.c", "bf16.c", "layer.c", "decoder.c"]
+HEADERS = ["threads.h", "quantized.h", "round_row.h", "vectors.h", "layer.h"]
 UNIX = ["-O3", "-std=c11", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 
 setup(
@@ -17,7 +18,7 @@ setup(
         Extension(
             "optimus.native._kernels",
             sources=[f"optimus/native/{name}" for name in SOURCES],
-            depends=["optimus/native/quantized.h", "optimus/native/round_row.h"],
+            depends=[f"optimus/native/{name}" for name in HEADERS],
             libraries=[] if sys.platform == "win32" else ["m"],
             extra_compile_args=[] if sys.platform == "win32" else UNIX,
             optional=True,

@@ -1,15 +1,5 @@
-/* The call: scratch, blocking, threads. The arithmetic is in portable.c and vnni.c. */
+/* The call: rounding, then blocks of the product. The arithmetic is in portable.c and vnni.c. */
 #include "quantized.h"
-
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-
-#if defined(_WIN32)
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
 
 /* Of a second-level cache of 1 MB, what the weights of a block may take. */
 #define BLOCK_BYTES (320 << 10)
@@ -17,110 +7,50 @@
 #define CHUNK_BYTES (4 << 20)
 /* Rows below which threads share no rounding: waking them takes longer. */
 #define ROUND_ROWS 8
-
-/* libgomp's and libomp's entry to a parallel region; torch's own copy of it, given by Python. */
-typedef void (*parallel_t)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-static parallel_t parallel;
+/* Rows that are always rounded at once, however wide they are. */
+#define LEAST_CHUNK 64
+#define MOST_WEIGHTS 4
 
 typedef struct {
     call_t *call;
     const kernels_t *kernels;
-    atomic_long next;
+    grid_t grid;
+    atomic_long rounded;
     atomic_int failed;
-    int64_t tiles, tiles_a_block, rows_a_block, blocks, row_blocks;
 } work_t;
-
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-typedef struct {
-    void *memory;
-    size_t size;
-} scratch_t;
-
-enum { ROUNDED, PANEL, KINDS };
-static pthread_key_t key;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-static void release(void *scratch)
-{
-    for (int kind = 0; kind < KINDS; kind++)
-        free(((scratch_t *)scratch)[kind].memory);
-    free(scratch);
-}
-
-static void make_key(void) { pthread_key_create(&key, release); }
-
-/* Memory of this thread's own, kept for its next call; null when there is none left. */
-static void *scratch(int kind, size_t size)
-{
-    pthread_once(&once, make_key);
-    scratch_t *mine = pthread_getspecific(key);
-    if (!mine) {
-        mine = calloc(KINDS, sizeof *mine);
-        if (!mine)
-            return 0;
-        pthread_setspecific(key, mine);
-    }
-    if (mine[kind].size < size) {
-        free(mine[kind].memory);
-        size = (size + 4095) & ~(size_t)4095;
-        mine[kind].memory = aligned_alloc(64, size);
-        mine[kind].size = mine[kind].memory ? size : 0;
-    }
-    return mine[kind].memory;
-}
 
 static void round_rows(void *data)
 {
     work_t *work = data;
     long item;
-    while ((item = atomic_fetch_add(&work->next, 1)) * ROUND_ROWS < work->call->rows) {
+    while ((item = atomic_fetch_add(&work->rounded, 1)) * ROUND_ROWS < work->call->rows) {
         int64_t row = item * ROUND_ROWS, end = row + ROUND_ROWS;
         for (; row < end && row < work->call->rows; row++)
             work->kernels->round_row(work->call, row);
     }
 }
 
-typedef struct {
-    int64_t tile, tiles, row, rows;
-    const uint8_t *codes;
-    int64_t bytes;
-} item_t;
-
-/* The next block that no thread has taken yet; without tiles when there is none left. */
-static item_t take(work_t *work)
+static const uint8_t *codes_of(const call_t *call, int64_t tile)
 {
-    const call_t *call = work->call;
-    const int64_t stride = call->kp * TILE * call->weight->bits / 8;
-    long number = atomic_fetch_add(&work->next, 1);
-    item_t item = {0};
-    if (number >= work->blocks * work->row_blocks)
-        return item;
-    item.tile = number / work->row_blocks * work->tiles_a_block;
-    item.row = number % work->row_blocks * work->rows_a_block;
-    item.tiles = smaller(work->tiles - item.tile, work->tiles_a_block);
-    item.rows = smaller(call->rows - item.row, work->rows_a_block);
-    item.codes = call->weight->codes + item.tile * stride;
-    item.bytes = item.tiles * stride;
-    return item;
+    return call->weight->codes + tile * call->kp * TILE * call->weight->bits / 8;
 }
 
 static void multiply_block(work_t *work, item_t item, ahead_t *ahead)
 {
     int bits = work->call->weight->bits;
-    const uint8_t *codes = item.codes;
+    const uint8_t *codes = codes_of(work->call, item.unit);
     if (bits == 4 && item.rows > FEW_ROWS) {
-        uint8_t *panel = scratch(PANEL, (size_t)(2 * item.bytes));
+        int64_t bytes = codes_of(work->call, item.unit + item.units) - codes;
+        uint8_t *panel = optimus_scratch(PANEL, (size_t)(2 * bytes));
         if (!panel) {
             atomic_store(&work->failed, 1);
             return;
         }
-        work->kernels->unpack(codes, panel, item.bytes);
+        work->kernels->unpack(codes, panel, bytes);
         codes = panel;
         bits = 8;
     }
-    work->kernels->multiply(work->call, codes, bits, item.tile, item.tiles, item.row, item.rows,
+    work->kernels->multiply(work->call, codes, bits, item.unit, item.units, item.row, item.rows,
                             ahead);
 }
 
@@ -128,65 +58,55 @@ static void multiply_block(work_t *work, item_t item, ahead_t *ahead)
 static void multiply_blocks(void *data)
 {
     work_t *work = data;
-    for (item_t item = take(work), next; item.tiles; item = next) {
-        next = take(work);
-        ahead_t ahead = {next.codes, next.codes};
-        if (next.codes != item.codes)
-            ahead.end += next.bytes;
+    for (item_t item = optimus_take(&work->grid), next; item.units; item = next) {
+        next = optimus_take(&work->grid);
+        ahead_t ahead = {0};
+        if (next.units && next.unit != item.unit) {
+            ahead.next = codes_of(work->call, next.unit);
+            ahead.end = codes_of(work->call, next.unit + next.units);
+        }
         multiply_block(work, item, &ahead);
     }
 }
 
-/* Blocks that fit the cache, and enough of them for every thread to have several. */
-static void plan(work_t *work, int threads)
+/* Tiles of a block: what fits the cache, or all where a few rows read them only once. */
+static int64_t most_tiles(const call_t *call)
 {
-    const call_t *call = work->call;
-    int64_t wanted = threads > 1 ? 4 * threads : 1;
     int64_t most = BLOCK_BYTES / (call->kp * TILE) & ~(int64_t)3;
-    int64_t share = ceil_div(ceil_div(work->tiles, wanted), 4) * 4;
-    if (most < 4)
-        most = 4;
-    if (call->rows <= FEW_ROWS || share < most)
-        most = share;
-    work->tiles_a_block = most;
-    work->blocks = ceil_div(work->tiles, most);
-    work->row_blocks = 1;
-    if (work->blocks < wanted) {
-        int64_t split = ceil_div(wanted, work->blocks), parts = ceil_div(call->rows, 64);
-        work->row_blocks = split < parts ? split : parts;
-    }
-    work->rows_a_block = ceil_div(ceil_div(call->rows, work->row_blocks), call->together);
-    work->rows_a_block *= call->together;
-    work->row_blocks = ceil_div(call->rows, work->rows_a_block);
+    return call->rows <= FEW_ROWS ? 0 : most < 4 ? 4 : most;
 }
 
-static void run(work_t *work, void (*body)(void *), int threads)
+/* Whether there is memory for the rounded rows. */
+static int place_rounded(call_t *call)
 {
-    atomic_store(&work->next, 0);
-    if (parallel && threads > 1)
-        parallel(body, work, (unsigned)threads, 0);
-    else
-        body(work);
+    size_t codes = (size_t)(call->rows * call->kp);
+    size_t words = (size_t)(call->rows * call->groups) * 4;
+    char *memory = optimus_scratch(ROUNDED, codes + 2 * words);
+    if (!memory)
+        return 0;
+    call->codes = (int8_t *)memory;
+    call->scale = (float *)(memory + codes);
+    call->start = (int32_t *)(memory + codes + words);
+    return 1;
+}
+
+static work_t planned(call_t *call, const kernels_t *kernels, int threads)
+{
+    work_t work = {.call = call, .kernels = kernels,
+                   .grid = {.units = ceil_div(call->weight->n, TILE), .rows = call->rows}};
+    optimus_cut(&work.grid, most_tiles(call), 4, call->together, threads);
+    return work;
 }
 
 static int multiply_chunk(call_t *call, const kernels_t *kernels, int threads)
 {
-    size_t codes = (size_t)(call->rows * call->kp);
-    size_t words = (size_t)(call->rows * call->groups) * 4;
-    char *memory = scratch(ROUNDED, codes + 2 * words);
-    if (!memory)
+    if (!place_rounded(call))
         return -1;
-    call->codes = (int8_t *)memory;
-    call->scale = (float *)(memory + codes);
-    call->start = (int32_t *)(memory + codes + words);
-    work_t work = {.call = call, .kernels = kernels, .tiles = ceil_div(call->weight->n, TILE)};
-    run(&work, round_rows, call->rows > ROUND_ROWS ? threads : 1);
-    plan(&work, threads);
-    run(&work, multiply_blocks, work.blocks * work.row_blocks > 1 ? threads : 1);
+    work_t work = planned(call, kernels, threads);
+    optimus_run(round_rows, &work, call->rows > ROUND_ROWS ? threads : 1);
+    optimus_run(multiply_blocks, &work, work.grid.blocks * work.grid.row_blocks > 1 ? threads : 1);
     return atomic_load(&work.failed) ? -1 : 0;
 }
-
-EXPORT void optimus_set_parallel(parallel_t entry) { parallel = entry; }
 
 /* The best kernels of this processor. */
 EXPORT int optimus_kernels(void)
@@ -200,29 +120,86 @@ EXPORT int optimus_kernels(void)
     return PORTABLE;
 }
 
+static const kernels_t *chosen(int kernels)
+{
+#ifdef OPTIMUS_HAS_VNNI
+    if (kernels == VNNI)
+        return &optimus_vnni;
+#endif
+    return &optimus_portable;
+}
+
+static call_t prepared(const optimus_weight *weight, const void *input, int64_t stride, int dtype)
+{
+    call_t call = {.weight = weight, .input = input, .stride = stride, .dtype = dtype};
+    call.kp = ceil_div(weight->k, PAD) * PAD;
+    call.group = weight->group ? weight->group : call.kp;
+    call.groups = call.kp / call.group;
+    call.together = call.groups == 1 ? MOST_ROWS : FEW_ROWS;
+    return call;
+}
+
 /* output [rows, n] = input [rows, k] (rows `stride` numbers apart) @ weightᵀ + bias.
    0, or -1 when there is no memory for the scratch. */
 EXPORT int optimus_quantized_linear(const optimus_weight *weight, const void *input, int64_t rows,
                                     int64_t stride, int dtype, const void *bias, int bias_dtype,
                                     void *output, int threads, int kernels)
 {
-    const kernels_t *chosen = &optimus_portable;
-#ifdef OPTIMUS_HAS_VNNI
-    if (kernels == VNNI)
-        chosen = &optimus_vnni;
-#endif
-    call_t call = {.weight = weight, .input = input, .bias = bias, .output = output,
-                   .stride = stride, .dtype = dtype, .bias_dtype = bias_dtype};
-    call.kp = ceil_div(weight->k, PAD) * PAD;
-    call.group = weight->group ? weight->group : call.kp;
-    call.groups = call.kp / call.group;
-    call.together = call.groups == 1 ? MOST_ROWS : FEW_ROWS;
+    call_t call = prepared(weight, input, stride, dtype);
+    call.bias = bias;
+    call.bias_dtype = bias_dtype;
+    call.output = output;
     int64_t chunk = CHUNK_BYTES / call.kp;
-    chunk = chunk < 64 ? 64 : chunk;
+    chunk = chunk < LEAST_CHUNK ? LEAST_CHUNK : chunk;
     for (; call.first_row < rows; call.first_row += chunk) {
         call.rows = smaller(rows - call.first_row, chunk);
-        if (multiply_chunk(&call, chosen, threads))
+        if (multiply_chunk(&call, chosen(kernels), threads))
             return -1;
     }
+    return 0;
+}
+
+typedef struct {
+    work_t works[MOST_WEIGHTS];
+    int count;
+} group_t;
+
+/* Threads go on to the next weight without waiting for each other. */
+static void multiply_group(void *data)
+{
+    group_t *group = data;
+    for (int i = 0; i < group->count; i++)
+        multiply_blocks(&group->works[i]);
+}
+
+/* Up to LEAST_CHUNK rows by up to MOST_WEIGHTS weights that round their input alike: it is rounded
+   once. outputs[i] [rows, n of i]; a bias may be null. 0, or -1 as above. */
+EXPORT int optimus_quantized_group(const optimus_weight *const *weights, int count,
+                                   const void *input, int64_t rows, int64_t stride, int dtype,
+                                   const void *const *biases, const int *bias_dtypes,
+                                   void *const *outputs, int threads, int kernels)
+{
+    call_t calls[MOST_WEIGHTS];
+    group_t group = {.count = count};
+    for (int i = 0; i < count; i++) {
+        calls[i] = prepared(weights[i], input, stride, dtype);
+        calls[i].rows = rows;
+        calls[i].bias = biases[i];
+        calls[i].bias_dtype = bias_dtypes[i];
+        calls[i].output = outputs[i];
+        if (i) {
+            calls[i].codes = calls[0].codes;
+            calls[i].scale = calls[0].scale;
+            calls[i].start = calls[0].start;
+        } else if (!place_rounded(calls)) {
+            return -1;
+        }
+        group.works[i] = planned(&calls[i], chosen(kernels), threads);
+    }
+    optimus_run(round_rows, &group.works[0], rows > ROUND_ROWS ? threads : 1);
+    optimus_run(multiply_group, &group, threads);
+    for (int i = 0; i < count; i++)
+        if (atomic_load(&group.works[i].failed))
+            return -1;
     return 0;
 }

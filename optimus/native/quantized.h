@@ -7,8 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "threads.h"
+
 enum { TILE = 16, STEP = 4, PAD = 32, MOST_ROWS = 12, FEW_ROWS = 6 };
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { PORTABLE = 0, VNNI = 1 };
 
 /* One weight. codes [n/16][kp/4][16][4] bytes (of 4 bits: two steps a byte, [n/16][kp/8][16][4]);
@@ -37,11 +38,6 @@ typedef struct {
     float *scale;
     int32_t *start;
 } call_t;
-
-/* What of the next block's weights is still to be fetched into the cache. */
-typedef struct {
-    const uint8_t *next, *end;
-} ahead_t;
 
 /* Rounds one row of the call's input into its scratch. */
 typedef void (*round_row_t)(const call_t *call, int64_t row);

@@ -37,7 +37,7 @@ class Weight(ctypes.Structure):
 
 
 class _Native:
-    """The library: its one function with the signature set, and what of it to use here."""
+    """The library: its functions with their signatures set, and what of it to use here."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         entry = _parallel_entry()
@@ -46,12 +46,34 @@ class _Native:
             library.optimus_set_parallel.restype = None
             library.optimus_set_parallel(entry)
         self.kernels: int = library.optimus_kernels()
-        self.linear: Callable[..., int] = library.optimus_quantized_linear
+        self.has_bf16 = bool(library.optimus_has_bf16())
+        self.has_layer = bool(library.optimus_has_layer())
+        self.quantized: Callable[..., int] = library.optimus_quantized_linear
+        self.bf16: Callable[..., int] = library.optimus_bf16_linear
         pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         library.optimus_quantized_linear.argtypes = (
             *(pointer, pointer, wide, wide, narrow),
             *(pointer, narrow, pointer, narrow, narrow),
         )
+        library.optimus_bf16_linear.argtypes = (
+            *(pointer, wide, wide, pointer, wide, wide),
+            *(pointer, narrow, pointer, narrow),
+        )
+        self.group: Callable[..., int] = library.optimus_quantized_group
+        library.optimus_quantized_group.argtypes = (
+            *(pointer, narrow, pointer, wide, wide, narrow),
+            *(pointer, pointer, pointer, narrow, narrow),
+        )
+        if self.has_layer:
+            self.norm, self.gate, self.attend = (
+                getattr(library, f"optimus_{name}") for name in ("rms_norm", "gate", "attend")
+            )
+            self.norm.argtypes = (*(pointer,) * 3, *(wide,) * 3, ctypes.c_float, narrow, narrow)
+            self.gate.argtypes = (pointer, pointer, wide, narrow, narrow)
+            self.attend.argtypes = (pointer, narrow)
+            self.decode: Callable[..., int] = library.optimus_decode
+            self.decode.argtypes = (pointer, narrow, narrow)
+            self.norm.restype = self.gate.restype = None
 
 
 @functools.cache
@@ -85,6 +107,25 @@ def available() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def steps() -> bool:
+    """Whether ``ops.step`` can be used here: compiled, on a processor with AVX-512."""
+    found = _load()
+    return not isinstance(found, str) and found.has_layer
+
+
+def library() -> Any:
+    """The library's functions. ``available()`` must be None."""
+    found = _load()
+    assert not isinstance(found, str)
+    return found
+
+
+def multiplies_bf16() -> bool:
+    """Whether ``linear_bf16`` can be used here: compiled, on a processor with AVX512-BF16."""
+    found = _load()
+    return not isinstance(found, str) and found.has_bf16
+
+
 def weight(
     codes: Tensor, scale: Tensor, minimum: Tensor | None, shape: tuple[int, int], **how: int
 ) -> Any:
@@ -102,24 +143,16 @@ def weight(
 
 def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:
     """``input [..., k] @ weightᵀ + bias`` in the input's dtype. ``available()`` must be None."""
-    native = _load()
-    assert not isinstance(native, str)
-    *leading, width = input.shape
-    if not input.is_contiguous():
-        # A view where one row follows another at a constant distance; otherwise a copy.
-        input = input.reshape(-1, width)
-        input = input if input.stride(1) == 1 else input.contiguous()
-    stride = input.stride(-2) if input.ndim > 1 else width
-    dtype = DTYPES[input.dtype]
-    out = input.new_empty((*leading, out_features))
-    if bias is not None and not (bias.dtype in DTYPES and bias.is_contiguous()):
-        bias = bias.contiguous().float()
-    failed = native.linear(
+    native = library()
+    rows, stride = _rows(input)
+    bias = _readable(bias, out_features)
+    out = input.new_empty((*input.shape[:-1], out_features))
+    failed = native.quantized(
         weight,
-        input.data_ptr(),
-        input.numel() // width,
+        rows.data_ptr(),
+        rows.numel() // rows.shape[-1],
         stride,
-        dtype,
+        DTYPES[input.dtype],
         None if bias is None else bias.data_ptr(),
         0 if bias is None else DTYPES[bias.dtype],
         out.data_ptr(),
@@ -129,3 +162,49 @@ def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -
     if failed:
         raise MemoryError("no memory for the rounded activations of a quantized linear layer")
     return out
+
+
+def linear_bf16(panels: Tensor, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:
+    """``input [..., k] @ weightᵀ + bias`` in bf16, summed in fp32.
+
+    ``panels`` is laid out as ``native/bf16.c`` says. ``multiplies_bf16()`` must be true.
+    """
+    native = library()
+    rows, stride = _rows(input)
+    bias = _readable(bias, out_features)
+    out = input.new_empty((*input.shape[:-1], out_features))
+    failed = native.bf16(
+        panels.data_ptr(),
+        out_features,
+        rows.shape[-1],
+        rows.data_ptr(),
+        rows.numel() // rows.shape[-1],
+        stride,
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else DTYPES[bias.dtype],
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the sums of a linear layer in bf16")
+    return out
+
+
+def _rows(input: Tensor) -> tuple[Tensor, int]:
+    """Rows at a constant distance, and that distance: a view where it can be, else a copy."""
+    width = input.shape[-1]
+    if input.is_contiguous():
+        return input, width
+    rows = input.reshape(-1, width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def _readable(bias: Tensor | None, out_features: int) -> Tensor | None:
+    """A bias as the kernels read it: one number an output, side by side, of a dtype they know."""
+    if bias is None:
+        return None
+    if bias.shape != (out_features,):
+        bias = bias.expand(out_features)
+    known = bias.dtype in DTYPES and bias.is_contiguous()
+    return bias if known else bias.contiguous().float()

@@ -10,6 +10,7 @@ two steps of k share a byte. One layout serves one row and many.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -128,6 +129,11 @@ class QuantizedWeight:
     def _reference(self) -> Any:
         shape, how = (self.out_features, self.in_features), self.scheme
         return native.weight(*self.tiles, shape, group=how.group, bits=how.bits, rows=how.rows)
+
+    @property
+    def address(self) -> int | None:
+        """Where the compiled kernels find it; None where there are none."""
+        return None if self._native is None else ctypes.addressof(self._native._obj)
 
     @property
     def nbytes(self) -> int:
