@@ -9,8 +9,8 @@ import sys
 
 from setuptools import Extension, setup
 
-SOURCES = ["threads.c", "quantized.c", "portable.c", "vnni.c", "bf16.c", "rounding.c"]
-HEADERS = ["threads.h", "quantized.h", "round_row.h", "vectors.h"]
+PARTS = ("threads", "quantized", "portable", "vnni", "bf16", "rounding", "layer", "decoder")
+HEADERS = ["threads.h", "quantized.h", "round_row.h", "vectors.h", "layer.h"]
 # No contraction: torch, which rounds the same weights where nothing is compiled, has none.
 UNIX = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 
@@ -18,7 +18,7 @@ setup(
     ext_modules=[
         Extension(
             "optimus.native._kernels",
-            sources=[f"optimus/native/{name}" for name in SOURCES],
+            sources=[f"optimus/native/{name}.c" for name in PARTS],
             depends=[f"optimus/native/{name}" for name in HEADERS],
             libraries=[] if sys.platform == "win32" else ["m"],
             extra_compile_args=[] if sys.platform == "win32" else UNIX,

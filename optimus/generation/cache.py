@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from optimus.generation.pool import Pool
+from optimus.ops.step import fits_mask
 
 
 class Room:
@@ -36,6 +37,19 @@ class Room:
         assert self.whole is not None
         self.whole[:, :, before:length] = new
         return self.whole[:, :, :length]
+
+    def grown(self, past: Tensor, batch: int) -> Tensor | None:
+        """``past`` and room for one more token that is still to be written; None without room."""
+        whole, length = self.whole, past.shape[-2] + 1
+        if (
+            whole is None
+            or whole.shape[0] != batch
+            or length > whole.shape[2]
+            or past.data_ptr() != whole.data_ptr()
+            or not _is_like(past, whole)
+        ):
+            return None
+        return whole[:, :, :length]
 
     def _holds(self, past: Tensor, new: Tensor, before: int, length: int) -> bool:
         """Whether the past is here already, and there is room."""
@@ -96,6 +110,23 @@ def _layer_class() -> type[Any]:
             self.keys = keys.append(self.keys, key_states, self.room)
             self.values = values.append(self.values, value_states, self.room)
             return self.keys, self.values
+
+        def reserve(
+            self, batch: int, dtype: torch.dtype, mask: Tensor | None
+        ) -> tuple[Tensor, Tensor, int] | None:
+            """Keys and values with all their room, and how many tokens are in it: behind them the
+            caller writes one more, which counts as written. None where it has to be ``update``."""
+            past = self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+            keys, values = self.rooms
+            if not past or self.keys.dtype is not dtype or not fits_mask(mask, batch, past + 1):
+                return None
+            both = keys.grown(self.keys, batch), values.grown(self.values, batch)
+            if both[0] is None or both[1] is None or both[0].shape != both[1].shape:
+                return None
+            self.keys, self.values = both
+            assert keys.whole is not None
+            assert values.whole is not None
+            return keys.whole, values.whole, past
 
         def leave(self) -> None:
             """Give the memory back, at the end of the call that the cache was made for."""

@@ -7,6 +7,9 @@
 #define CHUNK_BYTES (4 << 20)
 /* Rows below which threads share no rounding: waking them takes longer. */
 #define ROUND_ROWS 8
+/* Rows that are always rounded at once, however wide they are. */
+#define LEAST_CHUNK 64
+#define MOST_WEIGHTS 4
 
 typedef struct {
     call_t *call;
@@ -73,20 +76,34 @@ static int64_t most_tiles(const call_t *call)
     return call->rows <= FEW_ROWS ? 0 : most < 4 ? 4 : most;
 }
 
-static int multiply_chunk(call_t *call, const kernels_t *kernels, int threads)
+/* Whether there is memory for the rounded rows. */
+static int place_rounded(call_t *call)
 {
     size_t codes = (size_t)(call->rows * call->kp);
     size_t words = (size_t)(call->rows * call->groups) * 4;
     char *memory = optimus_scratch(ROUNDED, codes + 2 * words);
     if (!memory)
-        return -1;
+        return 0;
     call->codes = (int8_t *)memory;
     call->scale = (float *)(memory + codes);
     call->start = (int32_t *)(memory + codes + words);
+    return 1;
+}
+
+static work_t planned(call_t *call, const kernels_t *kernels, int threads)
+{
     work_t work = {.call = call, .kernels = kernels,
                    .grid = {.units = ceil_div(call->weight->n, TILE), .rows = call->rows}};
-    optimus_run(round_rows, &work, call->rows > ROUND_ROWS ? threads : 1);
     optimus_cut(&work.grid, most_tiles(call), 4, call->together, threads);
+    return work;
+}
+
+static int multiply_chunk(call_t *call, const kernels_t *kernels, int threads)
+{
+    if (!place_rounded(call))
+        return -1;
+    work_t work = planned(call, kernels, threads);
+    optimus_run(round_rows, &work, call->rows > ROUND_ROWS ? threads : 1);
     optimus_run(multiply_blocks, &work, work.grid.blocks * work.grid.row_blocks > 1 ? threads : 1);
     return atomic_load(&work.failed) ? -1 : 0;
 }
@@ -103,29 +120,86 @@ EXPORT int optimus_kernels(void)
     return PORTABLE;
 }
 
+static const kernels_t *chosen(int kernels)
+{
+#ifdef OPTIMUS_HAS_VNNI
+    if (kernels == VNNI)
+        return &optimus_vnni;
+#endif
+    return &optimus_portable;
+}
+
+static call_t prepared(const optimus_weight *weight, const void *input, int64_t stride, int dtype)
+{
+    call_t call = {.weight = weight, .input = input, .stride = stride, .dtype = dtype};
+    call.kp = ceil_div(weight->k, PAD) * PAD;
+    call.group = weight->group ? weight->group : call.kp;
+    call.groups = call.kp / call.group;
+    call.together = call.groups == 1 ? MOST_ROWS : FEW_ROWS;
+    return call;
+}
+
 /* output [rows, n] = input [rows, k] (rows `stride` numbers apart) @ weightᵀ + bias.
    0, or -1 when there is no memory for the scratch. */
 EXPORT int optimus_quantized_linear(const optimus_weight *weight, const void *input, int64_t rows,
                                     int64_t stride, int dtype, const void *bias, int bias_dtype,
                                     void *output, int threads, int kernels)
 {
-    const kernels_t *chosen = &optimus_portable;
-#ifdef OPTIMUS_HAS_VNNI
-    if (kernels == VNNI)
-        chosen = &optimus_vnni;
-#endif
-    call_t call = {.weight = weight, .input = input, .bias = bias, .output = output,
-                   .stride = stride, .dtype = dtype, .bias_dtype = bias_dtype};
-    call.kp = ceil_div(weight->k, PAD) * PAD;
-    call.group = weight->group ? weight->group : call.kp;
-    call.groups = call.kp / call.group;
-    call.together = call.groups == 1 ? MOST_ROWS : FEW_ROWS;
+    call_t call = prepared(weight, input, stride, dtype);
+    call.bias = bias;
+    call.bias_dtype = bias_dtype;
+    call.output = output;
     int64_t chunk = CHUNK_BYTES / call.kp;
-    chunk = chunk < 64 ? 64 : chunk;
+    chunk = chunk < LEAST_CHUNK ? LEAST_CHUNK : chunk;
     for (; call.first_row < rows; call.first_row += chunk) {
         call.rows = smaller(rows - call.first_row, chunk);
-        if (multiply_chunk(&call, chosen, threads))
+        if (multiply_chunk(&call, chosen(kernels), threads))
             return -1;
     }
+    return 0;
+}
+
+typedef struct {
+    work_t works[MOST_WEIGHTS];
+    int count;
+} group_t;
+
+/* Threads go on to the next weight without waiting for each other. */
+static void multiply_group(void *data)
+{
+    group_t *group = data;
+    for (int i = 0; i < group->count; i++)
+        multiply_blocks(&group->works[i]);
+}
+
+/* Up to LEAST_CHUNK rows by up to MOST_WEIGHTS weights that round their input alike: it is rounded
+   once. outputs[i] [rows, n of i]; a bias may be null. 0, or -1 as above. */
+EXPORT int optimus_quantized_group(const optimus_weight *const *weights, int count,
+                                   const void *input, int64_t rows, int64_t stride, int dtype,
+                                   const void *const *biases, const int *bias_dtypes,
+                                   void *const *outputs, int threads, int kernels)
+{
+    call_t calls[MOST_WEIGHTS];
+    group_t group = {.count = count};
+    for (int i = 0; i < count; i++) {
+        calls[i] = prepared(weights[i], input, stride, dtype);
+        calls[i].rows = rows;
+        calls[i].bias = biases[i];
+        calls[i].bias_dtype = bias_dtypes[i];
+        calls[i].output = outputs[i];
+        if (i) {
+            calls[i].codes = calls[0].codes;
+            calls[i].scale = calls[0].scale;
+            calls[i].start = calls[0].start;
+        } else if (!place_rounded(calls)) {
+            return -1;
+        }
+        group.works[i] = planned(&calls[i], chosen(kernels), threads);
+    }
+    optimus_run(round_rows, &group.works[0], rows > ROUND_ROWS ? threads : 1);
+    optimus_run(multiply_group, &group, threads);
+    for (int i = 0; i < count; i++)
+        if (atomic_load(&group.works[i].failed))
+            return -1;
     return 0;
 }

@@ -38,7 +38,7 @@ void optimus_cut(grid_t *grid, int64_t most, int64_t step, int64_t together, int
 /* The next block that no thread has taken yet; without units when there is none left. */
 item_t optimus_take(grid_t *grid);
 
-enum { ROUNDED, PANEL, SUMS, KINDS };
+enum { ROUNDED, PANEL, SUMS, LAYER, KINDS };
 /* Memory of this thread's own, kept for its next call; null when there is none left. */
 void *optimus_scratch(int kind, size_t size);
 

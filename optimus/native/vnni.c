@@ -65,12 +65,13 @@ TARGET static void unpack(const uint8_t *packed, uint8_t *codes, int64_t bytes)
     }
 }
 
-/* The codes of step `s` of a tile; of 4 bits, two steps share 64 bytes. */
+/* The codes of step `s` of a tile; of 4 bits, two steps share 64 bytes. What is `ahead` of them is
+   asked for. */
 INLINE __m512i step_codes(const int bits, const int streams, const uint8_t *codes, int s,
-                          __m512i low)
+                          int64_t ahead, __m512i low)
 {
     if (streams && s % (8 / bits) == 0)
-        _mm_prefetch((const char *)(codes + s * bits * 8 + AHEAD), _MM_HINT_T0);
+        _mm_prefetch((const char *)(codes + s * bits * 8 + ahead), _MM_HINT_T0);
     if (bits == 8)
         return _mm512_loadu_si512(codes + s * 64);
     __m512i both = _mm512_loadu_si512(codes + s / 2 * 64);
@@ -96,6 +97,7 @@ INLINE void block(const int R, const int V, const int bits, const int shifted, c
     const optimus_weight *weight = call->weight;
     const int64_t kp = call->kp, groups = whole ? 1 : call->groups;
     const int64_t stride = kp * TILE * bits / 8, length = whole ? kp : call->group;
+    const uint8_t *end = codes + stride;
     const int8_t *x = call->codes + row * kp;
     const float *scale = call->scale + row * groups;
     const int32_t *start = call->start + row * groups;
@@ -113,11 +115,13 @@ INLINE void block(const int R, const int V, const int bits, const int shifted, c
             for (int v = 0; v < V; v++)
                 sum[r][v] = shifted ? _mm512_setzero_si512() : _mm512_set1_epi32(start[r]);
         for (int64_t k = 0; k < length; k += PAD) {
+            /* Behind the end of a tile comes that of the next V. */
+            const int64_t ask = end - codes > AHEAD ? AHEAD : AHEAD + (V - 1) * stride;
 #pragma GCC unroll 8
             for (int s = 0; s < PAD / STEP; s++) {
                 __m512i u[MOST_TILES];
                 for (int v = 0; v < V; v++)
-                    u[v] = step_codes(bits, R <= 4 || whole, codes + v * stride, s, low);
+                    u[v] = step_codes(bits, R <= 4 || whole, codes + v * stride, s, ask, low);
                 for (int r = 0; r < R; r++) {
                     const int8_t *four = x + (s * R + r) * STEP;
                     add_products(V, sum[r], u, four);

@@ -47,6 +47,7 @@ class _Native:
             library.optimus_set_parallel(entry)
         self.kernels: int = library.optimus_kernels()
         self.has_bf16 = bool(library.optimus_has_bf16())
+        self.has_layer = bool(library.optimus_has_layer())
         self.quantized: Callable[..., int] = library.optimus_quantized_linear
         self.bf16: Callable[..., int] = library.optimus_bf16_linear
         pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -60,6 +61,21 @@ class _Native:
         )
         self.round: Callable[..., int] = library.optimus_round
         library.optimus_round.argtypes = (pointer, pointer, wide, wide, narrow, pointer, narrow)
+        self.group: Callable[..., int] = library.optimus_quantized_group
+        library.optimus_quantized_group.argtypes = (
+            *(pointer, narrow, pointer, wide, wide, narrow),
+            *(pointer, pointer, pointer, narrow, narrow),
+        )
+        if self.has_layer:
+            self.norm, self.gate, self.attend = (
+                getattr(library, f"optimus_{name}") for name in ("rms_norm", "gate", "attend")
+            )
+            self.norm.argtypes = (*(pointer,) * 3, *(wide,) * 3, ctypes.c_float, narrow, narrow)
+            self.gate.argtypes = (pointer, pointer, wide, narrow, narrow)
+            self.attend.argtypes = (pointer, narrow)
+            self.decode: Callable[..., int] = library.optimus_decode
+            self.decode.argtypes = (pointer, narrow, narrow)
+            self.norm.restype = self.gate.restype = None
 
 
 @functools.cache
@@ -93,6 +109,19 @@ def available() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def steps() -> bool:
+    """Whether ``ops.step`` can be used here: compiled, on a processor with AVX-512."""
+    found = _load()
+    return not isinstance(found, str) and found.has_layer
+
+
+def library() -> Any:
+    """The library's functions. ``available()`` must be None."""
+    found = _load()
+    assert not isinstance(found, str)
+    return found
+
+
 def multiplies_bf16() -> bool:
     """Whether ``linear_bf16`` can be used here: compiled, on a processor with AVX512-BF16."""
     found = _load()
@@ -120,9 +149,7 @@ def round_into(weight: Any, dense: Tensor, worth: Tensor) -> None:
     ``worth [in]`` fp32: how much the error of each input feature counts. ``available()`` must be
     None.
     """
-    native = _load()
-    assert not isinstance(native, str)
-    failed = native.round(
+    failed = library().round(
         weight,
         dense.data_ptr(),
         *dense.stride(),
@@ -136,8 +163,7 @@ def round_into(weight: Any, dense: Tensor, worth: Tensor) -> None:
 
 def linear(weight: Any, out_features: int, input: Tensor, bias: Tensor | None) -> Tensor:
     """``input [..., k] @ weightᵀ + bias`` in the input's dtype. ``available()`` must be None."""
-    native = _load()
-    assert not isinstance(native, str)
+    native = library()
     rows, stride = _rows(input)
     bias = _readable(bias, out_features)
     out = input.new_empty((*input.shape[:-1], out_features))
@@ -163,8 +189,7 @@ def linear_bf16(panels: Tensor, out_features: int, input: Tensor, bias: Tensor |
 
     ``panels`` is laid out as ``native/bf16.c`` says. ``multiplies_bf16()`` must be true.
     """
-    native = _load()
-    assert not isinstance(native, str)
+    native = library()
     rows, stride = _rows(input)
     bias = _readable(bias, out_features)
     out = input.new_empty((*input.shape[:-1], out_features))

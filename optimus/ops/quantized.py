@@ -10,6 +10,7 @@ two steps of k share a byte. One layout serves one row and many.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -123,6 +124,11 @@ class QuantizedWeight:
         usable = native.available() is None
         self._native = _reference(tiles, shape, scheme) if usable else None
         self.handle = hold(self)
+
+    @property
+    def address(self) -> int | None:
+        """Where the compiled kernels find it; None where there are none."""
+        return None if self._native is None else ctypes.addressof(self._native._obj)
 
     @property
     def nbytes(self) -> int:

@@ -171,6 +171,10 @@ class Packed(Mixin):
         """The product for compilers and autograd."""
         return held_linear(input, packed.handle, self.bias, packed.out_features)
 
+    def at_hand(self) -> PackedWeight | None:
+        """The packed weight, where nobody holds or replaced the dense one; None says no more."""
+        return None if self._is_lent_another() else self._packed
+
     def _ready(self, input: Tensor) -> PackedWeight | None:
         """The packed weight, where it may serve this call; None for the stock path."""
         packed: PackedWeight | None = self._packed

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.core.backend import Context
+from optimus.core.canonical import Placeholder
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.surgery import Surgeon
@@ -124,6 +125,12 @@ class Quantized(Rounds, Packed):
     @_packed.setter
     def _packed(self, packed: Any) -> None:
         self.packing.state(cast(nn.Module, self)).packed = packed
+
+    def at_hand(self) -> PackedWeight | None:
+        # A shared weight may have been written to, which only _ready finds out.
+        state = vars(self)[self.packing.slot]
+        away = type(self._parameters["weight"]) is Placeholder
+        return state.packed if away and state.original is not None else None
 
     def _ready(self, input: Tensor) -> PackedWeight | None:
         state = self.packing.state(cast(nn.Module, self))

@@ -18,8 +18,9 @@ def is_familiar(hook: Any) -> bool:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a hook of somebody else sees what goes into this module or comes out of it."""
+    instance = module.__dict__
     for name in HOOKS:
-        for hook in vars(module)[name].values():
+        for hook in instance[name].values() if instance[name] else ():
             if not is_familiar(hook):
                 return True
     return False
