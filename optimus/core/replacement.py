@@ -95,8 +95,9 @@ def _derive(mixin: type[Canonical], original: type[nn.Module]) -> type[nn.Module
         "__doc__": original.__doc__,
         "_get_name": lambda self: mixin.__name__ + super(mixin, self)._get_name(),
     }
-    if "forward" in vars(mixin):
-        body["forward"] = _with_signature(vars(mixin)["forward"], original.forward)
+    forward = getattr(mixin, "forward", None)
+    if forward is not None:
+        body["forward"] = _with_signature(forward, original.forward)
     metaclass: Any = type(original)
     return cast(type[nn.Module], metaclass(original.__name__, (mixin, original), body))
 
