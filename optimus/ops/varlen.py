@@ -55,11 +55,18 @@ class Ragged:
         rows = padded.expand(self.batch, *padded.shape[1:]).reshape(-1, *padded.shape[2:])
         return rows.index_select(0, self.index).unsqueeze(0)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """``[1, total, ...]`` to ``[batch, length, ...]``, zero where there is no token."""
-        rows = packed.new_zeros(self.batch * self.length, *packed.shape[2:])
-        rows = rows.index_copy(0, self.index, packed[0])
-        return rows.view(self.batch, self.length, *packed.shape[2:])
+    def unpack(self, *pieces: Tensor) -> Tensor:
+        """``[1, total, ...]``, in pieces or whole, to ``[batch, length, ...]``, zero where there is
+        no token.
+        """
+        shape = pieces[0].shape[2:]
+        rows, start = pieces[0].new_zeros(self.batch * self.length, *shape), 0
+        for piece in pieces:
+            end = start + piece.shape[1]
+            # In place, and each piece by itself: all the logits of a batch are large.
+            rows.index_copy_(0, self.index[start:end], piece[0])
+            start = end
+        return rows.view(self.batch, self.length, *shape)
 
     def pieces(self, most: int, *, causal: bool = False) -> Iterator[tuple[slice, Sequences]]:
         """Whole sequences, up to ``most`` tokens a piece: their tokens, and their lengths."""

@@ -142,7 +142,7 @@ def cut(packed: dict[str, Any], part: slice) -> dict[str, Any]:
 
 def padded(ragged: Ragged, pieces: Iterable[Tensor]) -> Tensor:
     """Pieces ``[1, some, ...]`` as one ``[batch, length, ...]``."""
-    return ragged.unpack(torch.cat(list(pieces), dim=1))
+    return ragged.unpack(*pieces)
 
 
 def wanted(value: Any) -> bool:
