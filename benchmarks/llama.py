@@ -173,6 +173,18 @@ class Stock:
             self.model(input_ids=ids, logits_to_keep=1)
             return time.perf_counter() - start
 
+    def ragged(self, lengths: list[int]) -> float:
+        """Seconds for the logits after prompts of those lengths, padded on the left."""
+        longest = max(lengths)
+        rows = [[0] * (longest - length) + prompt(length) for length in lengths]
+        mask = [[0] * (longest - length) + [1] * length for length in lengths]
+        given = {"input_ids": self.torch.tensor(rows), "attention_mask": self.torch.tensor(mask)}
+        places = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        with self.torch.inference_mode():
+            start = time.perf_counter()
+            self.model(**given, position_ids=places, logits_to_keep=1)
+            return time.perf_counter() - start
+
     def decode(self, tokens: int, new: int) -> float:
         """Seconds a token, of ``new`` greedy ones after the first."""
         ids = self.torch.tensor([prompt(tokens)])
@@ -228,6 +240,10 @@ class LlamaCpp:
         start = time.perf_counter()
         self.model.eval(prompt(tokens))
         return time.perf_counter() - start
+
+    def ragged(self, lengths: list[int]) -> float:
+        """Seconds for the logits after prompts of those lengths, one after the other."""
+        return sum(self.prefill(length) for length in lengths)
 
     def decode(self, tokens: int, new: int) -> float:
         """Seconds a token, of ``new`` greedy ones after the first."""

@@ -1,8 +1,10 @@
 """Prompts of 64, 256 and 1024 tokens through the Llama shape of ``decode``, the same sides in turn.
 
-A time is seconds until the logits after the prompt.
+A time is seconds until the logits after the prompt. ``--ragged`` adds a batch of so many prompts
+that are as long as the docstrings of the standard library, up to 256 tokens; llama.cpp takes them
+one after the other.
 
-    python benchmarks/prefill.py [--sides GLOBS] [--threads 2] [--lengths 64 256 1024]
+    python benchmarks/prefill.py [--sides GLOBS] [--threads 2] [--lengths 64 256 1024] [--ragged 8]
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,15 +32,31 @@ PAIRS = (
 )
 
 
+# English makes some four tokens of three words.
+TOKENS_A_WORD, LONGEST = 4 / 3, 256
+
+
+def ragged_lengths(count: int) -> list[int]:
+    """How many tokens so many docstrings have."""
+    from optimus.measure.text import docstrings
+
+    words = (len(text.split()) for text in docstrings(count))
+    return [min(LONGEST, round(TOKENS_A_WORD * number)) for number in words]
+
+
 def main() -> int:
     """Measure and print."""
     parser = options(__doc__)
     parser.add_argument("--lengths", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--ragged", type=int, metavar="PROMPTS", help="a batch of unequal prompts")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
     with models(given.folder) as folder:
         sides = prepared(folder, given.sides)
-        methods = {f"prefill {length}": {"tokens": length} for length in given.lengths}
+        methods: dict[str, Any] = {f"prefill {n}": {"tokens": n} for n in given.lengths}
+        if given.ragged:
+            lengths = ragged_lengths(given.ragged)
+            methods[f"ragged {sum(lengths)}"] = {"lengths": lengths}
         facts = alternate(sides, methods, runs=given.runs, threads=given.threads)
     far = errors(sides, facts)
     print(f"prefill, {given.threads} threads; error is of the logits after 64 tokens")

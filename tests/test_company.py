@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,11 @@ def test_moved_and_recast(capable):
         assert distance(*answers, masks()["right"]) < CLOSE[torch.bfloat16]
     optimus.reverse(mine)
     assert values(mine.state_dict()) == values(stock.state_dict())
+
+
+@pytest.mark.parametrize("model_type", ["albert", "bert", "modernbert"])
+def test_signature(model_type, capable):
+    """Trainer, pipelines and others read from the forward which arguments there are."""
+    stock = case(model_type).build()
+    mine = optimus.transform(case(model_type).build(), backend=capable, check=False)
+    assert inspect.signature(mine.forward) == inspect.signature(stock.forward)

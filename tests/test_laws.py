@@ -84,7 +84,7 @@ def test_equivalence(case, capable):
 @on(UNPADDED)
 def test_equivalence_in_pieces(case, capable, monkeypatch):
     """Same answers when the batch goes through the encoder in pieces of whole sequences."""
-    monkeypatch.setattr("optimus.replacements._encoder.MOST_TOKENS", 5)
+    monkeypatch.setattr("optimus.replacements._unpadding.MOST_TOKENS", 5)
     laws.equivalence(case, capable)
 
 

@@ -104,9 +104,7 @@ def test_attend(dtype, dim, heads, mask):
     scale = dim**-0.5
     hidden = torch.rand(batch, 1, 1, past + 1) < 0.3
     given = {"none": None, "bool": ~hidden, "added": hidden.float().mul(-9).to(dtype)}[mask]
-    out = step.attend(
-        query, key, value, (cos, sin), (keys, values), past, scale=scale, mask=given
-    )
+    out = step.attend(query, key, value, (cos, sin), (keys, values), past, scale=scale, mask=given)
     q, k, v = (one.view(batch, -1, 1, dim).double() for one in (query, key, value))
     turns = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
     q, k = turned(q, *turns), turned(k, *turns)

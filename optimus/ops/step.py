@@ -63,7 +63,9 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
     return gate
 
 
-def products(input: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None]) -> list[Tensor]:
+def products(
+    input: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
     """``input @ weightᵀ + bias`` for each of the packed weights: in one call where they allow it.
 
     ``input`` is contiguous, ``[..., in]``. Weights that round it alike round it once.
@@ -77,9 +79,7 @@ def products(input: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | No
 def _round_alike(weights: Sequence[Any]) -> bool:
     one = weights[0]
     return len(weights) <= MOST_WEIGHTS and all(
-        type(w) is QuantizedWeight
-        and w.scheme == one.scheme
-        and w.in_features == one.in_features
+        type(w) is QuantizedWeight and w.scheme == one.scheme and w.in_features == one.in_features
         for w in weights
     )
 

@@ -12,21 +12,29 @@ from torch.nn.functional import scaled_dot_product_attention
 class Sequences:
     """Sequences that lie end to end: their ``lengths``, and the ``places [total]`` in its padded
     row that each token came from, which a window counts by.
+
+    ``causal``: no token sees a later one. ``states``, where it is a dict, takes the keys and values
+    of every layer, ``[1, heads, total, dim]`` each. ``uses``: how often attention went by them.
     """
 
-    def __init__(self, lengths: Sequence[int], places: Tensor) -> None:
+    def __init__(self, lengths: Sequence[int], places: Tensor, *, causal: bool = False) -> None:
         self.lengths = tuple(lengths)
         self.places = places
+        self.causal = causal
+        self.uses = 0
+        self.states: dict[int, tuple[Tensor, Tensor]] | None = None
         self._bands: dict[tuple[int, int], Tensor | None] = {}
 
     def band(self, start: int, length: int, window: int) -> Tensor | None:
-        """For the sequence at ``start``: True where two tokens are at most ``window`` places
-        apart; None where all are.
+        """For the sequence at ``start``: True where a token sees another that is at most ``window``
+        places apart; None where all are.
         """
         if (start, window) not in self._bands:
             at = self.places[start : start + length]
-            near = (at[:, None] - at).abs() <= window
-            self._bands[start, window] = None if bool(near.all()) else near
+            apart = at[:, None] - at
+            near = apart.abs() <= window
+            seen = near & (apart >= 0) if self.causal else near
+            self._bands[start, window] = None if bool(near.all()) else seen
         return self._bands[start, window]
 
 
@@ -47,26 +55,36 @@ class Ragged:
         rows = padded.expand(self.batch, *padded.shape[1:]).reshape(-1, *padded.shape[2:])
         return rows.index_select(0, self.index).unsqueeze(0)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """``[1, total, ...]`` to ``[batch, length, ...]``, zero where there is no token."""
-        rows = packed.new_zeros(self.batch * self.length, *packed.shape[2:])
-        rows = rows.index_copy(0, self.index, packed[0])
-        return rows.view(self.batch, self.length, *packed.shape[2:])
+    def unpack(self, *pieces: Tensor) -> Tensor:
+        """``[1, total, ...]``, in pieces or whole, to ``[batch, length, ...]``, zero where there is
+        no token.
+        """
+        shape = pieces[0].shape[2:]
+        rows, start = pieces[0].new_zeros(self.batch * self.length, *shape), 0
+        for piece in pieces:
+            end = start + piece.shape[1]
+            # In place, and each piece by itself: all the logits of a batch are large.
+            rows.index_copy_(0, self.index[start:end], piece[0])
+            start = end
+        return rows.view(self.batch, self.length, *shape)
 
-    def pieces(self, most: int) -> Iterator[tuple[slice, Sequences]]:
+    def pieces(self, most: int, *, causal: bool = False) -> Iterator[tuple[slice, Sequences]]:
         """Whole sequences, up to ``most`` tokens a piece: their tokens, and their lengths."""
         start, end = 0, 0
         piece: list[int] = []
         for length in self.lengths:
             if piece and end + length - start > most:
-                yield self._piece(start, end, piece)
+                yield self._piece(start, end, piece, causal)
                 start, piece = end, []
             piece.append(length)
             end += length
-        yield self._piece(start, end, piece)
+        yield self._piece(start, end, piece, causal)
 
-    def _piece(self, start: int, end: int, lengths: list[int]) -> tuple[slice, Sequences]:
-        return slice(start, end), Sequences(lengths, self.index[start:end] % self.length)
+    def _piece(
+        self, start: int, end: int, lengths: list[int], causal: bool
+    ) -> tuple[slice, Sequences]:
+        places = self.index[start:end] % self.length
+        return slice(start, end), Sequences(lengths, places, causal=causal)
 
 
 def varlen_attention(
@@ -78,17 +96,24 @@ def varlen_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Bidirectional attention within each sequence: ``[1, heads, total, dim]`` in,
-    ``[1, total, heads, dim]`` out.
+    """Attention within each sequence: ``[1, heads, total, dim]`` in, ``[1, total, heads, dim]``
+    out. Keys and values may have fewer heads, each for as many heads of the queries.
 
     One kernel call a sequence, so that no sequence can see another and no mask is needed.
     """
     outputs, start = [], 0
+    sequences.uses += 1
     for length in sequences.lengths:
         part = slice(start, start + length)
         band = None if window is None else sequences.band(start, length, window)
         out = scaled_dot_product_attention(
-            query[:, :, part], key[:, :, part], value[:, :, part], attn_mask=band, scale=scale
+            query[:, :, part],
+            key[:, :, part],
+            value[:, :, part],
+            attn_mask=band,
+            is_causal=sequences.causal and band is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(out.transpose(1, 2))
         start += length

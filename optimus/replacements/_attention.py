@@ -6,7 +6,7 @@ host's, and one without a mask function would get no mask at all (transformers, 
 ``FUSED`` stands in for "eager": float masks, so that whatever else reads the mask finds what it
 found before, and the model's own eager function for the calls that need attention weights.
 ``UNPADDED`` stands in for "sdpa": the host's function and masks, and varlen attention for the
-calls that ``_encoder`` has packed.
+calls that ``_unpadding`` has packed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from optimus.replacements._watch import records_weights
 
 FUSED = "optimus_fused"
 UNPADDED = "optimus_unpadded"
-OURS = frozenset({FUSED, UNPADDED})
+GROUPED = "optimus_grouped"
+# Whoever is switched to one of them knows what to do with packed tokens.
+OURS = frozenset({FUSED, UNPADDED, GROUPED})
 SWITCH = "_attn_implementation_internal"
 WAITING = "_optimus_configs"
 EAGER = "eager_attention_forward"
@@ -160,6 +162,8 @@ def unpadded_attention(
 
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return out, None
+    if sequences.states is not None:
+        sequences.states[module.layer_idx] = key, value
     window = kwargs.get("sliding_window")
     # Flash kernels count the token itself; the mask of the host does not (ModernBERT adds one).
     reach = None if window is None else window - 1

@@ -36,9 +36,8 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.replacements._attention import selected, switch
+from optimus.replacements._attention import GROUPED, selected, switch, unpadded_attention
 
-GROUPED = "optimus_grouped"
 # What SDPA has no argument for, and what a call must not lose.
 SINKS = ("s_aux", "sinks")
 # What the host's function does something about that is not done again here.
@@ -60,6 +59,8 @@ def grouped_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """In place of sdpa. ``[batch, heads, length, dim]`` in, ``[batch, length, heads, dim]`` out."""
+    if "sequences" in kwargs:
+        return unpadded_attention(module, query, key, value, attention_mask, **kwargs)
     if any(kwargs.get(name) is not None for name in SINKS):
         raise ValueError(
             f"{type(module).__name__} passes attention sinks, which SDPA would ignore. "
