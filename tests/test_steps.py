@@ -21,7 +21,7 @@ DTYPES = tuple(WITHIN)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "mixtral")
 # Those whose layers are llama's from end to end.
 WHOLE = ("llama", "mistral", "qwen2", "qwen3")
-PARTS = ("any.norm.step", "any.mlp.step", "any.attention.step")
+PARTS = ("any.step.norm", "any.step.mlp", "any.step.attention")
 
 
 INSIDE = (
@@ -282,11 +282,11 @@ def test_a_forward_that_changed_is_refused(part, monkeypatch):
     """By the names that it uses."""
     from transformers.models.llama import modeling_llama as host
 
-    suffix = {"norm": "RMSNorm", "mlp": "MLP", "attention": "Attention"}[part.split(".")[1]]
+    suffix = {"norm": "RMSNorm", "mlp": "MLP", "attention": "Attention"}[part.split(".")[2]]
 
     def forward(self, x):
         return self.something_new(x)
 
     monkeypatch.setattr(getattr(host, f"Llama{suffix}"), "forward", forward)
-    with pytest.raises(NothingToDoError, match="not the one that is known here.*something_new"):
+    with pytest.raises(NothingToDoError, match=r"not the one that is known here.*something_new"):
         optimus.plan(build("llama"), optimus.Recipe("one", ((part,),)))

@@ -114,19 +114,8 @@ def _layer_class() -> type[Any]:
         def reserve(
             self, batch: int, dtype: torch.dtype, mask: Tensor | None
         ) -> tuple[Tensor, Tensor, int] | None:
-            """Keys and values with all their room, and how many tokens are in it: behind them the
-            caller writes one more, which counts as written. None where it has to be ``update``."""
-            past = self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
-            keys, values = self.rooms
-            if not past or self.keys.dtype is not dtype or not fits_mask(mask, batch, past + 1):
-                return None
-            both = keys.grown(self.keys, batch), values.grown(self.values, batch)
-            if both[0] is None or both[1] is None or both[0].shape != both[1].shape:
-                return None
-            self.keys, self.values = both
-            assert keys.whole is not None
-            assert values.whole is not None
-            return keys.whole, values.whole, past
+            """As ``_reserve`` says."""
+            return _reserve(self, batch, dtype, mask)
 
         def leave(self) -> None:
             """Give the memory back, at the end of the call that the cache was made for."""
@@ -136,6 +125,22 @@ def _layer_class() -> type[Any]:
                 room.leave()
 
     return RoomyLayer
+
+
+def _reserve(
+    layer: Any, batch: int, dtype: torch.dtype, mask: Tensor | None
+) -> tuple[Tensor, Tensor, int] | None:
+    """Keys and values with all their room, and how many tokens are in it: behind them the caller
+    writes one more, which counts as written. None where it has to be ``update``."""
+    past = layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
+    keys, values = layer.rooms
+    if not past or layer.keys.dtype is not dtype or not fits_mask(mask, batch, past + 1):
+        return None
+    both = keys.grown(layer.keys, batch), values.grown(layer.values, batch)
+    if both[0] is None or both[1] is None or both[0].shape != both[1].shape:
+        return None
+    layer.keys, layer.values = both
+    return keys.whole, values.whole, past
 
 
 def furnish(cache: Any, pool: Pool, room: int) -> list[Any]:

@@ -64,7 +64,7 @@ class Panels:
         self.shape = weight.shape
         self.padding = (-weight.shape[0] % TILE, -weight.shape[1] % 2)
         # Padded or not, this is a copy, which starts at a whole word; a view need not.
-        padded = pad(weight, (0, self.padding[1], 0, self.padding[0]))
+        padded = pad(weight.contiguous(), (0, self.padding[1], 0, self.padding[0]))
         self.words = torch.empty(padded.numel() // 2, dtype=torch.int32)
         for rows, panels in self._parts(padded):
             panels.copy_(rows)

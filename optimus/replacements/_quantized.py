@@ -127,6 +127,7 @@ class Quantized(Rounds, Packed):
         self.packing.state(cast(nn.Module, self)).packed = packed
 
     def at_hand(self) -> PackedWeight | None:
+        """The codes, where nobody holds or replaced the dense weight; None says no more."""
         # A shared weight may have been written to, which only _ready finds out.
         state = vars(self)[self.packing.slot]
         away = type(self._parameters["weight"]) is Placeholder

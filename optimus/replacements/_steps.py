@@ -26,12 +26,18 @@ from optimus.replacements._watch import is_watched, records_weights
 
 SILU = ("SiLU", "SiLUActivation")
 # What the forwards that are replaced do, as the names that their code uses.
-NORM = frozenset("dtype float32 mean pow rsqrt to torch variance_epsilon weight".split())
+NORM = frozenset(
+    ("dtype", "float32", "mean", "pow", "rsqrt", "to", "torch", "variance_epsilon", "weight")
+)
 GATED = frozenset(("act_fn", "down_proj", "gate_proj", "up_proj"))
 ATTENTION = frozenset(
-    "ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb attention_dropout config "
-    "contiguous eager_attention_forward get_interface head_dim k_proj layer_idx o_proj q_proj "
-    "reshape scaling shape training transpose update v_proj view".split()
+    (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "apply_rotary_pos_emb", "update"),
+        *("view", "transpose", "reshape", "shape", "contiguous"),
+        *("ALL_ATTENTION_FUNCTIONS", "get_interface", "eager_attention_forward"),
+        *("config", "_attn_implementation", "attention_dropout", "training"),
+        *("head_dim", "layer_idx", "scaling"),
+    )
 )
 # What some of them say besides: the window is in the mask, and norms are called here, too.
 BESIDES = frozenset(("sliding_window", "getattr", "q_norm", "k_norm"))
@@ -39,8 +45,10 @@ TURNS = frozenset(("rotate_half", "unsqueeze"))
 HALVES = frozenset(("cat", "shape", "torch"))
 # Arguments that are read here, or by nobody on SDPA.
 READ = frozenset(
-    "position_embeddings attention_mask past_key_values position_ids use_cache cache_position "
-    "output_hidden_states".split()
+    (
+        *("position_embeddings", "attention_mask", "past_key_values", "position_ids"),
+        *("use_cache", "cache_position", "output_hidden_states"),
+    )
 )
 
 
@@ -129,6 +137,7 @@ class Gated(Step):
 
     @classmethod
     def unfit(cls, module: nn.Module) -> Refusal | None:
+        """Where the gate is another function."""
         activation = type(getattr(module, "act_fn", None)).__name__
         if activation not in SILU:
             return Refusal(f"its gate is {activation}, and the kernel's is SiLU")
@@ -158,6 +167,7 @@ class Stepped(Step):
 
     @classmethod
     def unfit(cls, module: nn.Module) -> Refusal | None:
+        """Where positions are another rotation."""
         host = sys.modules[type(module).__module__]
         turn, halves = (getattr(host, n, None) for n in ("apply_rotary_pos_emb", "rotate_half"))
         if _names(turn) != TURNS or _names(halves) != HALVES:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from optimus.core.backend import Mode
 from optimus.core.replacement import Architecture, Mixin, Replacement
-from optimus.replacements._layer import Decoded
 from optimus.replacements._families import MODELING
+from optimus.replacements._layer import Decoded
 from optimus.replacements._steps import Gated, Normed, Stepped
 
 # The prefix of the class names of each family.
@@ -24,10 +24,10 @@ FAMILIES = {
 }
 
 
-def row(part: str, what: str, suffix: str, mixin: type[Mixin]) -> Replacement:
+def row(what: str, suffix: str, mixin: type[Mixin]) -> Replacement:
     """One part of the layers of every family."""
     return Replacement(
-        name=f"any.{part}.{what}",
+        name=f"any.step.{what}",
         targets=tuple(MODELING.format(family, p + suffix) for family, p in FAMILIES.items()),
         mixin=mixin,
         modes=frozenset({Mode.INFERENCE}),
@@ -38,9 +38,9 @@ def row(part: str, what: str, suffix: str, mixin: type[Mixin]) -> Replacement:
 ARCHITECTURE = Architecture(
     model_type="any",
     replacements=(
-        row("norm", "step", "RMSNorm", Normed),
-        row("mlp", "step", "MLP", Gated),
-        row("attention", "step", "Attention", Stepped),
-        row("layer", "step", "DecoderLayer", Decoded),
+        row("norm", "RMSNorm", Normed),
+        row("mlp", "MLP", Gated),
+        row("attention", "Attention", Stepped),
+        row("layer", "DecoderLayer", Decoded),
     ),
 )
