@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from models import LENGTH, batch, masks, pad_of, words
 from snapshots import tensors
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import optimus
@@ -24,12 +24,25 @@ def claims(model: nn.Module, backend: Any, recipe: Any) -> dict[str, str]:
     return {claim.path: claim.replacement.rpartition(".")[2] for claim in made.claims}
 
 
-def generated(model: nn.Module) -> Tensor:
+def generated(model: nn.Module, **options: Any) -> Any:
     """Eight greedy tokens after a left-padded prompt."""
     mask = masks()["left"]
     ids = words(mask, pad_of(model))
     sizes = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    return model.generate(ids, attention_mask=mask, pad_token_id=pad_of(model), **sizes)
+    return model.generate(ids, attention_mask=mask, pad_token_id=pad_of(model), **sizes, **options)
+
+
+def assert_same_tokens(mine: nn.Module, stock: nn.Module) -> None:
+    """The same greedy tokens; from a tie on, to the last bit of the dtype, either may come."""
+    asked = {"output_logits": True, "return_dict_in_generate": True}
+    answers = [generated(model, **asked).logits for model in (mine, stock)]
+    step = torch.finfo(next(stock.parameters()).dtype).eps
+    same = torch.ones(len(answers[0][0]), dtype=torch.bool)
+    for ours, theirs in zip(*answers, strict=True):
+        best, other = theirs.max(-1), ours.argmax(-1, keepdim=True)
+        gap = best.values - theirs.gather(-1, other).squeeze(-1)
+        assert (~same | (gap <= step * best.values.abs())).all()
+        same &= best.indices == other.squeeze(-1)
 
 
 def bump(model: nn.Module) -> None:
