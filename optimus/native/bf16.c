@@ -80,7 +80,7 @@ INLINE void finish(const call_t *call, int64_t row, int64_t column, __m512 sum)
 #define WEIGHTS(r, v)                                                                              \
     __m512i w##v = v < V ? _mm512_loadu_si512(w + v * 2 * TILE) : _mm512_setzero_si512();          \
     if (streams && v < V)                                                                          \
-        _mm_prefetch((const char *)(w + v * 2 * TILE) + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)(w + v * 2 * TILE) + AHEAD, _MM_HINT_NTA);
 #define PRODUCT(r, v)                                                                              \
     if (v < V)                                                                                     \
         __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum##r##v) : "v"(w##v), "v"(two));
