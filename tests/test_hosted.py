@@ -22,7 +22,7 @@ import optimus
 from optimus.cli import list as listing
 from optimus.core.planner import Recipe
 from optimus.core.registry import Registry
-from optimus.core.replacement import Architecture
+from optimus.core.replacement import SHORTEST, Architecture
 from optimus.ops import capped
 from optimus.ops.sinks import sink_attention
 from optimus.replacements import _attention
@@ -284,6 +284,25 @@ def test_a_soft_cap_under_compile(capable):
         torch.testing.assert_close(mine(**given).logits, expected, rtol=1e-5, atol=1e-6)
         found = torch.compile(mine, backend="eager", fullgraph=True)(**given).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_soft_cap_over_a_few_keys_is_stock(capable, monkeypatch):
+    """The table's shortest length reaches the layers, which are all that sees a call's keys."""
+    mine = fused_of(zoo.build("gemma2"), capable)
+    given = zoo.inputs(mine, batch=2)
+    layers = mine.model.limited()[1:]
+    assert len(layers) == mine.config.num_hidden_layers
+    calls = []
+    monkeypatch.setattr(
+        _attention, "capped_attention", lambda *a: calls.append(1) or capped.capped_attention(*a)
+    )
+    answer(mine, given)
+    assert calls
+    for layer in layers:
+        vars(layer)[SHORTEST] = 1000
+    calls.clear()
+    answer(mine, given)
+    assert not calls
 
 
 def test_probsparse_queries_keep_their_attention(capable):

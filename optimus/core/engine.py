@@ -237,8 +237,9 @@ def _limit(root: nn.Module, journal: Journal) -> None:
     surgeon = Surgeon(root)
     surgeon.edits = journal.edits
     for claim in journal.plan.claims:
-        if claim.shortest is not None:
-            surgeon.set_attribute(root.get_submodule(claim.path), SHORTEST, claim.shortest)
+        site = root.get_submodule(claim.path)
+        for part in cast(Any, site).limited() if claim.shortest is not None else ():
+            surgeon.set_attribute(part, SHORTEST, claim.shortest)
 
 
 def _fetch(journal: Journal) -> None:

@@ -86,6 +86,10 @@ class Mixin(Canonical):
         """
         return {cls.rounds[0]: importance(input)}
 
+    def limited(self) -> list[nn.Module]:
+        """Who of the site looks at ``SHORTEST`` when it is called."""
+        return [cast(nn.Module, self)]
+
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
         """Prepare what ``forward`` needs. Every change goes through the surgeon."""

@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from optimus.core.backend import Context, Mode
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
-from optimus.core.replacement import Mixin
+from optimus.core.replacement import SHORTEST, Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.capped import capped_attention
 from optimus.ops.kernels import spoils_gradients
@@ -39,6 +39,8 @@ OURS = frozenset({FUSED, UNPADDED, GROUPED})
 SWITCH = "_attn_implementation_internal"
 WAITING = "_optimus_configs"
 EAGER = "eager_attention_forward"
+# Where an attention layer keeps its soft cap.
+CAP = "attn_logit_softcapping"
 
 
 def fused_attention(
@@ -141,7 +143,9 @@ def _with_cap(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    out = capped_attention(query, key, value, mask, scale, kwargs["softcap"])
+    out = None
+    if key.shape[2] >= vars(module).get(SHORTEST, 1):
+        out = capped_attention(query, key, value, mask, scale, kwargs["softcap"])
     if out is None:
         return _stock(module, query, key, value, mask, **kwargs)
     return out.transpose(1, 2).contiguous(), None
@@ -236,6 +240,11 @@ class FusedAttention(Mixin):
         if name != "eager":
             return Refusal(f"attention is already {name}")
         return _unfit_config(site.module, context) or _unfit_source(site.module)
+
+    def limited(self) -> list[nn.Module]:
+        """Itself, and the layers whose caps are cut into tiles: of a few keys at a loss."""
+        parts = cast(nn.Module, self).modules()
+        return [part for part in parts if part is self or getattr(part, CAP, None) is not None]
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:

@@ -39,11 +39,34 @@ class FusedScores(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; by its own way where somebody reads weights or watches its parts."""
         shortest = vars(self).get(SHORTEST, 1)
-        if _extent(args, kwargs) < shortest or is_wanted(self, args, kwargs) or is_opened(self):
+        short = self.extent(args, kwargs) < shortest
+        if short or is_wanted(self, args, kwargs) or is_opened(self):
             return super().forward(*args, **kwargs)
         with Deferred(shortest):
             out = super().forward(*args, **kwargs)
         return _written(out)
+
+    @staticmethod
+    def extent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """About how long the longest row of queries is, from the first tensor that comes in.
+
+        Short calls, and so each step of decoding, are not even begun in another way than stock's:
+        at such sizes the bookkeeping of unwritten scores costs more than the scores.
+        """
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, Tensor) and one.ndim > 2:
+                return one.numel() // (one.shape[-1] * min(one.shape[0], one.shape[1]) or 1)
+        return sys.maxsize
+
+
+class FusedByColumns(FusedScores):
+    """Of ``[batch, width, length]``, as convolutions have it."""
+
+    @staticmethod
+    def extent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The last dimension of the first tensor."""
+        tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        return next((one.shape[-1] for one in tensors), sys.maxsize)
 
 
 class FusedWithoutGradients(FusedScores):
@@ -63,18 +86,6 @@ class FusedDecomposed(FusedScores):
         """``[batch * heads, q, k]``, with what the original adds to zeros."""
         nothing = query.new_zeros(()).expand(attn.shape)
         return attn + super().add_decomposed_rel_pos(nothing, query, *args)  # type: ignore[misc]
-
-
-def _extent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """About how long the longest row of queries is, from the first tensor that comes in.
-
-    Short calls, and so each step of decoding, are not even begun in another way than stock's: at
-    such sizes the bookkeeping of unwritten scores costs more than the scores.
-    """
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor) and one.ndim > 2:
-            return one.numel() // (one.shape[-1] * min(one.shape[0], one.shape[1]) or 1)
-    return sys.maxsize
 
 
 def is_opened(module: nn.Module) -> bool:

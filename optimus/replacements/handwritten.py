@@ -6,7 +6,7 @@ the attention itself, a layer or an encoder where the attention always returns t
 
 from __future__ import annotations
 
-from optimus.replacements._scores import scores
+from optimus.replacements._scores import FusedByColumns, scores
 
 ARCHITECTURES = (
     scores("gpt_neo", "GPTNeoSelfAttention"),
@@ -34,7 +34,7 @@ ARCHITECTURES = (
     scores("flava", "FlavaSelfAttention"),
     scores("lxmert", "LxmertAttention"),
     scores("tvp", "TvpAttention"),
-    scores("squeezebert", "SqueezeBertSelfAttention"),
+    scores("squeezebert", "SqueezeBertSelfAttention", mixin=FusedByColumns),
     scores("canine", "CanineSelfAttention"),
     scores("convbert", "ConvBertSelfAttention"),
     scores("big_bird", "BigBirdSelfAttention"),
