@@ -297,12 +297,12 @@ def test_a_soft_cap_over_a_few_keys_is_stock(capable, monkeypatch):
         _attention, "capped_attention", lambda *a: calls.append(1) or capped.capped_attention(*a)
     )
     answer(mine, given)
-    assert calls
-    for layer in layers:
-        vars(layer)[SHORTEST] = 1000
-    calls.clear()
-    answer(mine, given)
     assert not calls
+    for layer in layers:
+        assert vars(layer)[SHORTEST] > given["input_ids"].shape[1]
+        vars(layer)[SHORTEST] = 1
+    answer(mine, given)
+    assert len(calls) == len(layers)
 
 
 def test_probsparse_queries_keep_their_attention(capable):
