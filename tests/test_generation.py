@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, T5ForConditionalGeneration
 
 import optimus
+from optimus.ops import native
 from optimus.core.errors import NothingToDoError
 
 SMALL: dict[str, Any] = {
@@ -230,3 +231,13 @@ def test_the_plan_of_what_does_not_generate_says_nothing_of_caches() -> None:
     assert "cpu.cache" in optimus.plan(decoder).passes
     refused = optimus.plan(decoder, mode="training").refusals
     assert ("cpu.cache", "not for training") in [(name, why.reason) for _, name, why in refused]
+
+
+def test_without_kernels_layers_are_the_models_own(monkeypatch):
+    """The plan says what is missing."""
+    monkeypatch.setattr(native, "steps", lambda: False)
+    plan = optimus.plan(build("llama"))
+    whys = {name: why for _, name, why in plan.refusals if name.startswith("any.step.")}
+    assert len(whys) == 4
+    assert all("no compiled kernel" in why.reason and why.hardware for why in whys.values())
+    assert not [claim for claim in plan.claims if claim.replacement.startswith("any.step.")]
