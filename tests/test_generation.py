@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, T5ForConditionalGeneration
 
 import optimus
-from optimus.ops import native
 from optimus.core.errors import NothingToDoError
+from optimus.ops import native
 
 SMALL: dict[str, Any] = {
     "vocab_size": 99,
