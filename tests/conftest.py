@@ -31,6 +31,15 @@ def untuned(tmp_path_factory):
         os.environ["XDG_CACHE_HOME"] = before
 
 
+@pytest.fixture(params=(1, 2))
+def threads(request):
+    """As many threads as torch is told to use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def one_thread():
     """Tiny products are faster on one thread, and far faster on a busy machine."""

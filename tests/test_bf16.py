@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,15 +26,6 @@ BIASES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 def layout(request: pytest.FixtureRequest) -> type[Blocked | Panels]:
     """Each layout that this processor has a product for."""
     return request.param
-
-
-@pytest.fixture(params=(1, 2))
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """As many threads as torch is told to use."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def _weight(rows: int, width: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -51,15 +50,6 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "portable":
         monkeypatch.setattr(native._load(), "kernels", native.PORTABLE)
     return request.param
-
-
-@pytest.fixture(params=(1, 2))
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """As many threads as torch is told to use."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def _weight(rows: int, width: int) -> Tensor:

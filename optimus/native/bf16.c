@@ -3,7 +3,7 @@
    The weight lies as it is read: panels of 64 of its rows (the last has what is left, in tiles of 16),
    in each [k/2][64][2]. One layout serves one row, which is as fast as the memory is, and many. The
    input is read where it lies. */
-#include "threads.h"
+#include "bf16.h"
 
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define OPTIMUS_HAS_BF16 1
@@ -260,8 +260,6 @@ static int multiply_rows(const call_t *call, int64_t rows, int threads)
 }
 #endif
 
-/* output [rows, n] = input [rows, k] (rows `stride` numbers apart) @ weightᵀ + bias, in bf16.
-   0, or -1 when there is no memory for the scratch, or no such instruction. */
 EXPORT int optimus_bf16_linear(const uint16_t *weight, int64_t n, int64_t k, const uint16_t *input,
                                int64_t rows, int64_t stride, const void *bias, int bias_dtype,
                                uint16_t *output, int threads)

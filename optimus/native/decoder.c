@@ -1,5 +1,6 @@
 /* One new token through a whole decoder layer, by the parts in the other files: a call of Python
    for each of them would take as long as the layer's weights take to read. */
+#include "bf16.h"
 #include "layer.h"
 #include "quantized.h"
 
@@ -26,13 +27,6 @@ typedef struct {
     int64_t width;
     optimus_step step;
 } optimus_layer;
-
-int optimus_quantized_group(const optimus_weight *const *weights, int count, const void *input,
-                            int64_t rows, int64_t stride, int dtype, const void *const *biases,
-                            const int *bias_dtypes, void *const *outputs, int threads, int kernels);
-int optimus_bf16_linear(const uint16_t *weight, int64_t n, int64_t k, const uint16_t *input,
-                        int64_t rows, int64_t stride, const void *bias, int bias_dtype,
-                        uint16_t *output, int threads);
 
 typedef struct {
     const optimus_layer *layer;

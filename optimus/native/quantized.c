@@ -98,14 +98,39 @@ static work_t planned(call_t *call, const kernels_t *kernels, int threads)
     return work;
 }
 
-static int multiply_chunk(call_t *call, const kernels_t *kernels, int threads)
+typedef struct {
+    work_t works[MOST_WEIGHTS];
+    int count;
+} group_t;
+
+/* Threads go on to the next weight without waiting for each other. */
+static void multiply_group(void *data)
 {
-    if (!place_rounded(call))
+    group_t *group = data;
+    for (int i = 0; i < group->count; i++)
+        multiply_blocks(&group->works[i]);
+}
+
+/* Calls with the same rows of one input, which is rounded for the first. */
+static int multiply_calls(call_t *calls, int count, const kernels_t *kernels, int threads)
+{
+    group_t group = {.count = count};
+    int64_t blocks = 0;
+    int failed = 0;
+    if (!place_rounded(calls))
         return -1;
-    work_t work = planned(call, kernels, threads);
-    optimus_run(round_rows, &work, call->rows > ROUND_ROWS ? threads : 1);
-    optimus_run(multiply_blocks, &work, work.grid.blocks * work.grid.row_blocks > 1 ? threads : 1);
-    return atomic_load(&work.failed) ? -1 : 0;
+    for (int i = 0; i < count; i++) {
+        calls[i].codes = calls[0].codes;
+        calls[i].scale = calls[0].scale;
+        calls[i].start = calls[0].start;
+        group.works[i] = planned(&calls[i], kernels, threads);
+        blocks += group.works[i].grid.blocks * group.works[i].grid.row_blocks;
+    }
+    optimus_run(round_rows, &group.works[0], calls[0].rows > ROUND_ROWS ? threads : 1);
+    optimus_run(multiply_group, &group, blocks > 1 ? threads : 1);
+    for (int i = 0; i < count; i++)
+        failed |= atomic_load(&group.works[i].failed);
+    return failed ? -1 : 0;
 }
 
 /* The best kernels of this processor. */
@@ -153,53 +178,24 @@ EXPORT int optimus_quantized_linear(const optimus_weight *weight, const void *in
     chunk = chunk < LEAST_CHUNK ? LEAST_CHUNK : chunk;
     for (; call.first_row < rows; call.first_row += chunk) {
         call.rows = smaller(rows - call.first_row, chunk);
-        if (multiply_chunk(&call, chosen(kernels), threads))
+        if (multiply_calls(&call, 1, chosen(kernels), threads))
             return -1;
     }
     return 0;
 }
 
-typedef struct {
-    work_t works[MOST_WEIGHTS];
-    int count;
-} group_t;
-
-/* Threads go on to the next weight without waiting for each other. */
-static void multiply_group(void *data)
-{
-    group_t *group = data;
-    for (int i = 0; i < group->count; i++)
-        multiply_blocks(&group->works[i]);
-}
-
-/* Up to LEAST_CHUNK rows by up to MOST_WEIGHTS weights that round their input alike: it is rounded
-   once. outputs[i] [rows, n of i]; a bias may be null. 0, or -1 as above. */
 EXPORT int optimus_quantized_group(const optimus_weight *const *weights, int count,
                                    const void *input, int64_t rows, int64_t stride, int dtype,
                                    const void *const *biases, const int *bias_dtypes,
                                    void *const *outputs, int threads, int kernels)
 {
     call_t calls[MOST_WEIGHTS];
-    group_t group = {.count = count};
     for (int i = 0; i < count; i++) {
         calls[i] = prepared(weights[i], input, stride, dtype);
         calls[i].rows = rows;
         calls[i].bias = biases[i];
         calls[i].bias_dtype = bias_dtypes[i];
         calls[i].output = outputs[i];
-        if (i) {
-            calls[i].codes = calls[0].codes;
-            calls[i].scale = calls[0].scale;
-            calls[i].start = calls[0].start;
-        } else if (!place_rounded(calls)) {
-            return -1;
-        }
-        group.works[i] = planned(&calls[i], chosen(kernels), threads);
     }
-    optimus_run(round_rows, &group.works[0], rows > ROUND_ROWS ? threads : 1);
-    optimus_run(multiply_group, &group, threads);
-    for (int i = 0; i < count; i++)
-        if (atomic_load(&group.works[i].failed))
-            return -1;
-    return 0;
+    return multiply_calls(calls, count, chosen(kernels), threads);
 }

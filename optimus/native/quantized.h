@@ -149,6 +149,13 @@ static inline void optimus_set_start(const call_t *call, place_t place, int64_t 
     }
 }
 
+/* Up to 64 rows by up to 4 weights that round their input alike: it is rounded once. outputs[i]
+   [rows, n of i]; a bias may be null. 0, or -1 when there is no memory for the scratch. */
+EXPORT int optimus_quantized_group(const optimus_weight *const *weights, int count,
+                                   const void *input, int64_t rows, int64_t stride, int dtype,
+                                   const void *const *biases, const int *bias_dtypes,
+                                   void *const *outputs, int threads, int kernels);
+
 extern const kernels_t optimus_portable;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define OPTIMUS_HAS_VNNI 1

@@ -18,7 +18,7 @@ from optimus.ops import native
 from optimus.ops.linear import Panels
 from optimus.ops.native import DTYPES
 from optimus.ops.quantized import QuantizedWeight
-from optimus.ops.step import Step, set_mask
+from optimus.ops.step import Step, place
 
 PRODUCTS, NORMS = 7, 4
 
@@ -97,9 +97,9 @@ def _layer(parts: Parts) -> _Layer:
             slot.panels = weight.layout.words.data_ptr()
         if bias is not None:
             slot.bias, slot.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
-    for place, (norm, eps) in enumerate(zip(parts.norms, parts.eps, strict=True)):
-        layer.norms[place] = None if norm is None else norm.data_ptr()
-        layer.eps[place] = eps
+    for number, (norm, eps) in enumerate(zip(parts.norms, parts.eps, strict=True)):
+        layer.norms[number] = None if norm is None else norm.data_ptr()
+        layer.eps[number] = eps
     layer.width = parts.weights[0].in_features
     layer.step.dim, layer.step.scale = parts.dim, parts.scale
     layer.step.heads = parts.weights[0].out_features // parts.dim
@@ -133,15 +133,8 @@ def decode(
     """
     layer = prepared.layer(parts)
     out = torch.empty_like(input)
-    step = layer.step
     layer.input, layer.output = input.data_ptr(), out.data_ptr()
-    cos, sin = turns
-    keys, values, step.past = room
-    step.batch, step.room, step.dtype = input.shape[0], keys.shape[2], DTYPES[input.dtype]
-    step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
-    step.turn = parts.dim if cos.shape[0] > 1 else 0
-    step.keys, step.values = keys.data_ptr(), values.data_ptr()
-    set_mask(step, mask)
+    place(layer.step, input.dtype, turns, room, mask)
     library = native.library()
     if library.decode(ctypes.byref(layer), torch.get_num_threads(), library.kernels):
         raise MemoryError("no memory for the scratch of one decoded token")

@@ -131,26 +131,33 @@ def attend(
     ``[batch, groups, room, dim]``, of which ``past`` are filled; the new token is written behind
     them. mask: ``[batch or 1, 1, 1, past + 1]``, bool or added to the scores. Of one dtype.
     """
-    keys, values = cache
-    cos, sin = turns
-    batch, groups, room, dim = keys.shape
     out = torch.empty_like(query)
-    call = Step(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-        None,
-        *(keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-        *(batch, query.shape[-1] // dim, groups, dim, past, room),
-        dim if cos.shape[0] > 1 else 0,
-        *(0, 0, scale, DTYPES[query.dtype], 0),
-    )
-    set_mask(call, mask)
+    call = Step(query.data_ptr(), key.data_ptr(), value.data_ptr())
+    call.output, call.scale = out.data_ptr(), scale
+    call.heads, call.groups, call.dim = query.shape[-1] // cache[0].shape[3], *cache[0].shape[1::2]
+    place(call, query.dtype, turns, (*cache, past), mask)
     if native.library().attend(ctypes.byref(call), torch.get_num_threads()):
         raise MemoryError("no memory for the scores of one token over its cache")
     return out
 
 
-def set_mask(call: Step, mask: Tensor | None) -> None:
-    """Where the mask is and how it is read; nothing for none."""
+def place(
+    call: Step,
+    dtype: torch.dtype,
+    turns: tuple[Tensor, Tensor],
+    room: tuple[Tensor, Tensor, int],
+    mask: Tensor | None,
+) -> None:
+    """Where the new token stands: its angles, the cache that it goes to, and what it may see.
+
+    ``call`` knows the dim. room: keys, values and how many tokens are in them.
+    """
+    cos, sin = turns
+    keys, values, call.past = room
+    call.batch, call.room, call.dtype = keys.shape[0], keys.shape[2], DTYPES[dtype]
+    call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+    call.turn = call.dim if cos.shape[0] > 1 else 0
+    call.keys, call.values = keys.data_ptr(), values.data_ptr()
     if mask is not None:
         call.mask = mask.data_ptr()
         call.mask_batch = 0 if mask.shape[0] == 1 else mask.stride(0)

@@ -14,7 +14,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.ops.varlen import Ragged, Sequences
 from optimus.replacements import _unpadding
-from optimus.replacements._unpadding import Packs, cut, padded, wanted
+from optimus.replacements._unpadding import Packs, cut, wanted
 
 # Whatever else a call asks for is for the padded layout.
 PACKED = frozenset(
@@ -134,7 +134,7 @@ def _kept(packed: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
 def _logits(pieces: list[Any], ragged: Ragged, keep: int) -> Tensor:
     logits = [piece["logits"] for piece in pieces]
     if not keep:
-        return padded(ragged, logits)
+        return ragged.unpack(*logits)
     return torch.cat(logits, dim=1).view(ragged.batch, keep, -1)
 
 
@@ -142,7 +142,7 @@ def _filled(cache: Any, pieces: list[dict[int, tuple[Tensor, Tensor]]], ragged: 
     """The cache with the keys and values of all pieces, zero where there is no token."""
     for layer in pieces[0]:
         keys, values = (
-            padded(ragged, (one[layer][which].transpose(1, 2) for one in pieces)).transpose(1, 2)
+            ragged.unpack(*(one[layer][which].transpose(1, 2) for one in pieces)).transpose(1, 2)
             for which in (0, 1)
         )
         cache.update(keys, values, layer)

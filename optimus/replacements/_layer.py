@@ -14,7 +14,7 @@ from optimus.ops import decoder, step
 from optimus.ops.decoder import Parts, Prepared
 from optimus.replacements import _steps
 from optimus.replacements._steps import known, packed, plain_step, room_for
-from optimus.replacements._watch import is_watched
+from optimus.replacements._watch import is_touched
 
 SLOT = "_optimus_prepared"
 LAYER = frozenset(("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
@@ -71,7 +71,7 @@ class Decoded(_steps.Step):
             return None
         norms = self._norms(attention)
         inside = (*self._modules.values(), *(n for n in norms if n is not None), mlp["act_fn"])
-        if any(is_watched(one) or "forward" in vars(one) for one in inside):
+        if any(map(is_touched, inside)):
             return None
         linears = [*(attention[name] for name in ATTENTION), *(mlp[name] for name in GATED)]
         weights = packed(linears, input)

@@ -20,9 +20,9 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.ops import native, step
-from optimus.replacements._grouped import GROUPED
+from optimus.replacements._attention import GROUPED
 from optimus.replacements._linear import Packed
-from optimus.replacements._watch import is_watched, records_weights
+from optimus.replacements._watch import is_touched, records_weights
 
 SILU = ("SiLU", "SiLUActivation")
 # What the forwards that are replaced do, as the names that their code uses.
@@ -106,9 +106,9 @@ def packed(linears: Iterable[nn.Module], input: Tensor) -> list[Any] | None:
     """The packed weights of linear layers that nobody watches; None if one is not so."""
     found = []
     for linear in linears:
-        if not isinstance(linear, Packed) or is_watched(cast(nn.Module, linear)):
+        if not isinstance(linear, Packed) or is_touched(cast(nn.Module, linear)):
             return None
-        weight = None if "forward" in vars(linear) else linear.at_hand() or linear._ready(input)
+        weight = linear.at_hand() or linear._ready(input)
         if weight is None or weight.dtype is not input.dtype:
             return None
         found.append(weight)
@@ -147,7 +147,7 @@ class Gated(Step):
         parts = self._modules
         both = (parts["gate_proj"], parts["up_proj"])
         weights = None
-        if plain(x) and not is_watched(parts["act_fn"]):
+        if plain(x) and not is_touched(parts["act_fn"]):
             weights = packed(both, x)
         if weights is None:
             return super().forward(x)  # type: ignore[misc, no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,12 +122,12 @@ class Packs(Mixin):
         output = pieces[0]
         last, hidden = output.get("last_hidden_state"), None
         if last is not None:
-            hidden = padded(ragged, (piece["last_hidden_state"] for piece in pieces))
+            hidden = ragged.unpack(*(piece["last_hidden_state"] for piece in pieces))
             output["last_hidden_state"] = hidden
         if output.get("hidden_states") is not None:
             # One that was not selected is None; the last is the output itself, unless untied.
             output["hidden_states"] = tuple(
-                None if one[0] is None else hidden if one[0] is last else padded(ragged, one)
+                None if one[0] is None else hidden if one[0] is last else ragged.unpack(*one)
                 for one in zip(*(piece["hidden_states"] for piece in pieces), strict=True)
             )
         return output
@@ -138,11 +138,6 @@ def cut(packed: dict[str, Any], part: slice) -> dict[str, Any]:
     names = (*PER_TOKEN, "position_ids")
     pieces = {name: packed[name][:, part] for name in names if isinstance(packed.get(name), Tensor)}
     return packed | pieces
-
-
-def padded(ragged: Ragged, pieces: Iterable[Tensor]) -> Tensor:
-    """Pieces ``[1, some, ...]`` as one ``[batch, length, ...]``."""
-    return ragged.unpack(*pieces)
 
 
 def wanted(value: Any) -> bool:

@@ -26,6 +26,12 @@ def is_watched(module: nn.Module) -> bool:
     return False
 
 
+def is_touched(module: nn.Module) -> bool:
+    """Whether a call of it would do more than its class does: for a hook, or a forward of its own
+    (accelerate's)."""
+    return "forward" in module.__dict__ or is_watched(module)
+
+
 def records_weights(module: nn.Module) -> bool:
     """Whether transformers is collecting attention weights in this call.
 

@@ -34,6 +34,9 @@ class FusedWindows(FusedScores):
     CPU, and those whose weights or parts somebody looks at. ``windowed`` is the forward of others.
     """
 
+    num_heads: int
+    head_dim: int
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original."""
         if not self._is_stock(args, kwargs):
@@ -68,12 +71,14 @@ class FusedWindows(FusedScores):
         short = self.extent(*args, **kwargs) < vars(self).get(SHORTEST, 1)
         return short or is_wanted(module, args, kwargs) or is_opened(module)
 
+    def _heads(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        projected: Tensor = layer(hidden)
+        return projected.unflatten(-1, (self.num_heads, self.head_dim))
+
 
 class LongformerWindows(FusedWindows):
     """A window around each token, and global tokens, which see and are seen by all."""
 
-    num_heads: int
-    head_dim: int
     one_sided_attn_window_size: int
     query: nn.Module
     key: nn.Module
@@ -145,8 +150,6 @@ def _taken(value: Tensor, places: Tensor) -> Tensor:
 class PegasusBlocks(FusedWindows):
     """Blocks, and global tokens with states of their own, which see and are seen by all."""
 
-    num_heads: int
-    head_dim: int
     block_size: int
     q_proj: nn.Module
     k_proj: nn.Module
@@ -178,10 +181,6 @@ class PegasusBlocks(FusedWindows):
         near = joined(blocked(*local, bias, self.block_size), attended(local[0], *known[1:]))
         apart = self.out_proj(whole.flatten(2))
         return self.out_proj(near.flatten(2)), apart, {"global": None, "local": None}
-
-    def _heads(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        projected: Tensor = layer(hidden)
-        return projected.unflatten(-1, (self.num_heads, self.head_dim))
 
 
 class BigBirdBlocks(FusedWindows):
@@ -243,8 +242,6 @@ def _is_binary(mask: Tensor) -> bool:
 class GemmaAudio(FusedWindows):
     """A soft cap on scores with relative positions, by chunks with a context."""
 
-    num_heads: int
-    head_dim: int
     chunk_size: int
     context_size: int
     max_past_horizon: int
@@ -258,10 +255,6 @@ class GemmaAudio(FusedWindows):
     def extent(self, *args: Any, **kwargs: Any) -> int:
         """Those of a chunk and its context."""
         return self.context_size
-
-    def _heads(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        projected: Tensor = layer(hidden)
-        return projected.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _capped(
         self,
