@@ -4,7 +4,8 @@ Every gated replacement, at the sizes of a base model (768 wide, 12 heads of 64)
 lengths of 512, 128, 32 and 1024: the first attention module that it takes is called with what the
 stock model called it with, stock and swapped in turn. A ratio is stock's time over ours, the median
 of three runs, each the least of its rounds. The length is the number of keys that the call had.
-``--shipped`` measures the swap as the table in the package limits it, instead of at every length.
+``--shipped`` measures the swap as the table in the package limits it, instead of at every length,
+and ``--packed`` with the linears packed, as ``transform`` leaves the block.
 
     python benchmarks/attention.py [--only GLOB] [--dtype float32] [--threads 2] [--write]
 """
@@ -46,6 +47,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="*", help="instead of 512, 128, 32 and 1024")
     parser.add_argument("--shipped", action="store_true", help="within the limits of the table")
+    parser.add_argument("--packed", action="store_true", help="with the linears packed, too")
     parser.add_argument("--write", action="store_true", help="put the figures into the table")
     parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -88,7 +90,7 @@ def measure(given: argparse.Namespace, length: int) -> Iterator[tuple[str, dict[
     sizes = {"ZOO_LENGTH": str(length), "ZOO_WIDTH": "768", "ZOO_HEADS": "12"}
     command = [sys.executable, __file__, "--length", str(length), "--only", given.only]
     command += ["--dtype", given.dtype, "--device", given.device, "--threads", str(given.threads)]
-    command += ["--shipped"] * given.shipped
+    command += ["--shipped"] * given.shipped + ["--packed"] * given.packed
     environment = {**os.environ, **sizes, "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout or ():
@@ -127,6 +129,7 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
     from optimus.core.registry import Registry
     from optimus.core.replacement import Architecture
     from optimus.measure.tune import alternated
+    from optimus.replacements import linear
 
     attention = "eager" if rule.name.endswith(".attention.fused") else None
     dtype = getattr(torch, given.dtype)
@@ -134,10 +137,13 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
         zoo.build(model_type, attention=attention, dtype=dtype).to(given.device) for _ in range(2)
     )
     free = dataclasses.replace(rule, gated=given.shipped)
-    only = Registry([Architecture(model_type=model_type, replacements=(free,))])
-    recipe = optimus.Recipe("one", ((rule.name,),))
+    only = Registry([Architecture(model_type=model_type, replacements=(free,)), linear.ARCHITECTURE])
+    recipe = optimus.Recipe("one", ((rule.name, *["any.linear.packed"] * given.packed),))
     optimus.transform(mine, recipe, check=False, registry=only)
-    claim = vars(mine)["_optimus_journal"].plan.claims[0]
+    claims = vars(mine)["_optimus_journal"].plan.claims
+    claim = next((one for one in claims if one.replacement == rule.name), None)
+    if claim is None:
+        return {"error": "not claimed"}
     inputs = {k: v.to(given.device) for k, v in zoo.inputs(stock, batch=BATCH).items()}
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
     for model in (stock, mine):
@@ -156,6 +162,8 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
         ]
     if keys < FEWEST:
         return {"error": f"only {keys} keys: the tiny model is too small to say anything"}
+    if keys < claim.shortest:
+        return {"error": f"{keys} keys are left to stock, below {claim.shortest}"}
     ratios = [round(stock_s / mine_s, 3) for stock_s, mine_s in runs]
     return {
         "keys": keys,
