@@ -127,9 +127,8 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
 
     import optimus
     from optimus.core.registry import Registry
-    from optimus.core.replacement import Architecture
+    from optimus.core.replacement import Architecture, Replacement
     from optimus.measure.tune import alternated
-    from optimus.replacements import linear
 
     attention = "eager" if rule.name.endswith(".attention.fused") else None
     dtype = getattr(torch, given.dtype)
@@ -137,8 +136,9 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
         zoo.build(model_type, attention=attention, dtype=dtype).to(given.device) for _ in range(2)
     )
     free = dataclasses.replace(rule, gated=given.shipped)
-    only = Registry([Architecture(model_type=model_type, replacements=(free,)), linear.ARCHITECTURE])
-    recipe = optimus.Recipe("one", ((rule.name, *["any.linear.packed"] * given.packed),))
+    rules = [one for one in Registry.installed().find("*.packed") if isinstance(one, Replacement)]
+    only = Registry([Architecture(model_type=model_type, replacements=(free, *rules))])
+    recipe = optimus.Recipe("one", ((rule.name, *["*.packed"] * given.packed),))
     optimus.transform(mine, recipe, check=False, registry=only)
     claims = vars(mine)["_optimus_journal"].plan.claims
     claim = next((one for one in claims if one.replacement == rule.name), None)
@@ -162,7 +162,7 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
         ]
     if keys < FEWEST:
         return {"error": f"only {keys} keys: the tiny model is too small to say anything"}
-    if keys < claim.shortest:
+    if keys < (claim.shortest or 0):
         return {"error": f"{keys} keys are left to stock, below {claim.shortest}"}
     ratios = [round(stock_s / mine_s, 3) for stock_s, mine_s in runs]
     return {
