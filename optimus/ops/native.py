@@ -75,7 +75,11 @@ class _Native:
             self.attend.argtypes = (pointer, narrow)
             self.decode: Callable[..., int] = library.optimus_decode
             self.decode.argtypes = (pointer, narrow, narrow)
-            self.norm.restype = self.gate.restype = None
+            self.norm.restype = self.gate.restype = library.optimus_activate.restype = None
+            self.attention: Callable[..., int] = library.optimus_attention_of
+            self.attention.argtypes = (pointer, narrow)
+            self.activate: Callable[..., None] = library.optimus_activate
+            self.activate.argtypes = (pointer, pointer, wide, narrow, narrow, narrow)
 
 
 @functools.cache

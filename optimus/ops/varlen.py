@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from optimus.ops.attention import MOST_KEYS, takes, within
+
 
 class Sequences:
     """Sequences that lie end to end: their ``lengths``, and the ``places [total]`` in its padded
@@ -99,11 +101,14 @@ def varlen_attention(
     """Attention within each sequence: ``[1, heads, total, dim]`` in, ``[1, total, heads, dim]``
     out. Keys and values may have fewer heads, each for as many heads of the queries.
 
-    One kernel call a sequence, so that no sequence can see another and no mask is needed.
+    Each sequence by itself, so that none can see another and no mask is needed.
     """
-    outputs, start = [], 0
     sequences.uses += 1
-    for length in sequences.lengths:
+    lengths = sequences.lengths
+    if window is None and max(lengths) <= MOST_KEYS and takes(query, key, value):
+        return within(query, key, value, lengths, causal=sequences.causal, scale=scale)
+    outputs, start = [], 0
+    for length in lengths:
         part = slice(start, start + length)
         band = None if window is None else sequences.band(start, length, window)
         out = scaled_dot_product_attention(

@@ -36,12 +36,18 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.replacements._attention import GROUPED, selected, switch, unpadded_attention
+from optimus.ops.attention import attention
+from optimus.replacements._attention import (
+    GROUPED,
+    OTHERS,
+    plain_attention,
+    selected,
+    switch,
+    unpadded_attention,
+)
 
 # What SDPA has no argument for, and what a call must not lose.
 SINKS = ("s_aux", "sinks")
-# What the host's function does something about that is not done again here.
-OTHERS = ("position_bias", "softcap", "cache")
 # Padding wide values loses (0.75x to 0.97x) where the fused kernel works in blocks of 32 rows, and
 # wins above; narrow ones win everywhere, short of a few rows over very many keys.
 WIDE, FEW_ROWS, MANY_ROWS, KEYS_A_ROW = 128, 64, 192, 32
@@ -77,9 +83,9 @@ def grouped_attention(
         if _pays_padding(query, key, value):
             width = value.shape[-1]
             value = F.pad(value, (0, query.shape[-1] - width))
-            out = _host(module, query, key, value, mask, **kwargs)[0]
+            out = plain_attention(module, query, key, value, mask, **kwargs)[0]
             return out[..., :width].contiguous(), None
-    return _host(module, query, key, value, mask, **kwargs)
+    return plain_attention(module, query, key, value, mask, **kwargs)
 
 
 def _is_for_host(query: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -98,12 +104,6 @@ def _is_exporting() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_exporting()))
 
 
-def _host(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(module, *args, **kwargs)
-
-
 def _one_row(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
@@ -118,6 +118,8 @@ def _one_row(
 
 def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """The mask says all there is to say of causality; the keys stay as few as they are."""
+    if (ours := attention(query, key, value, mask=mask, scale=scale)) is not None:
+        return ours
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
     )
