@@ -15,13 +15,13 @@ from optimus.core.canonical import Canonical
 from optimus.core.errors import PlanError, SurgeryError, VerificationError
 from optimus.core.memory import release
 from optimus.core.originals import KEEPERS, Keep, Original, demand
-from optimus.core.paths import ties, unwrap
+from optimus.core.paths import is_sharded, ties, unwrap
 from optimus.core.planner import JOURNAL, Claim, Plan, describe, plan
 from optimus.core.probe import probe
 from optimus.core.recipes import Recipe, resolve_recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import SHORTEST, Mixin, Pass, Replacement, reclassed
-from optimus.core.surgery import Edit, Slot, Surgeon, undo
+from optimus.core.surgery import Edit, Slot, Surgeon, carries, undo
 from optimus.core.verify import Reference, Verdict, reference, verify, worth
 
 
@@ -167,6 +167,7 @@ def reverse(model: nn.Module) -> nn.Module:
         raise PlanError("the model is not transformed: there is nothing to reverse.")
     journal: Journal = vars(root)[JOURNAL]
     _demand_own_classes(root, journal.edits)
+    _demand_whole(root, journal)
     _fetch(journal)
     undo(root, journal.edits)
     del vars(root)[JOURNAL]
@@ -315,12 +316,21 @@ def _demand_fit(root: nn.Module, made: Plan) -> None:
             )
 
 
+def _demand_whole(root: nn.Module, journal: Journal) -> None:
+    """Originals cannot come back into what was cut up: who did it keeps the rounded parts."""
+    if any(journal.originals()) and any(map(is_sharded, root.modules())):
+        raise SurgeryError(
+            "the weights were cast or rounded, and sharded after that: the originals are whole, "
+            "and what is sharded is not theirs. Load the model again from its checkpoint."
+        )
+
+
 def _demand_own_classes(root: nn.Module, edits: list[Edit]) -> None:
     """Undo only what is still ours: adapters and wrappers put on since must come off first."""
     known = dict(root.named_modules())
     last = {edit.path: edit.after for edit in edits if edit.slot is Slot.CLASS}
     for path, cls in last.items():
-        if path not in known or type(known[path]) is not cls:
+        if path not in known or not carries(type(known[path]), cast(type[nn.Module], cls)):
             found = type(known[path]).__qualname__ if path in known else "nothing"
             if found in getattr(cls, "successors", ()):
                 continue

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from optimus.core.canonical import Placeholder, like, placeholder
-from optimus.core.errors import IrreversibleError, PlanError
+from optimus.core.errors import IrreversibleError, PlanError, SurgeryError
 from optimus.core.memory import evict
+from optimus.core.paths import is_part
 
 Keep = Literal["host", "disk", "source", "none"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
@@ -61,7 +62,15 @@ class Original:
         An element that is no longer the original's cast, or no longer ``narrow``, was written by
         somebody, and survives.
         """
+        if is_part(current):
+            raise SurgeryError(
+                f"{self.name} was cast or rounded, and sharded after that: what this process holds "
+                "is a part, and its original is whole. Save before you shard, or shard the stock "
+                "model."
+            )
         original = self.fetch()
+        if current.is_meta:  # accelerate offloaded it, and nobody could write into it here
+            return original
         narrow = original.detach().to(current.dtype) if narrow is None else narrow
         same = _bits(narrow) == _bits(current.detach())
         if bool(same.all()):

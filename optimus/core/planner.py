@@ -223,11 +223,9 @@ class _Planner:
         )
 
     def _tied(self, site: Site, rule: Replacement) -> Refusal | None:
-        """A new layout for one of two owners would untie them; FSDP is an owner, too."""
+        """A new layout for one of two owners would untie them."""
         if not rule.mixin.bridges:
             return None
-        if any(f"{site.path}.".startswith(f"{path}.".lstrip(".")) for path in self.sharded):
-            return Refusal("its weights are sharded; transform first, then shard")
         others = self._owners_besides(site)
         named = (
             name
@@ -303,8 +301,16 @@ class _Planner:
     def _refusal(self, site: Site, rule: Replacement, context: Context) -> Refusal | None:
         if rule.fidelity is Fidelity.LOSSY and self.quantized is not None:
             return self.quantized
-        unfit = rule.refuses(site, context) or rule.too_slow(site, context)
-        return unfit or self._tied(site, rule)
+        unfit = self._split(site, rule) or rule.refuses(site, context)
+        return unfit or rule.too_slow(site, context) or self._tied(site, rule)
+
+    def _split(self, site: Site, rule: Replacement) -> Refusal | None:
+        """A new layout of what is a part of a weight, or soon will be: others keep books on it."""
+        if rule.mixin.bridges and any(
+            f"{site.path}.".startswith(f"{path}.".lstrip(".")) for path in self.sharded
+        ):
+            return Refusal("its weights are sharded; transform first, then shard")
+        return None
 
     def _nothing(self, pattern: str, near: list[Refusal]) -> None:
         why = Counter(near).most_common(1)[0][0] if near else None

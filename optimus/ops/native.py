@@ -18,6 +18,8 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parents[1] / "native"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Others (nested, sharded, fake) have memory and products of their own.
+PLAIN = (Tensor, torch.nn.Parameter)
 PORTABLE = 0
 
 

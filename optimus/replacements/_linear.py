@@ -17,14 +17,13 @@ from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.held import held_linear
 from optimus.ops.linear import PackedWeight
+from optimus.ops.native import PLAIN
 
 # Below this many weights the call into oneDNN (some 30 us) costs more than the blocking saves.
 SMALLEST = 65_536
 # A weight that is read this often between calls is read by the model itself: packing it again
 # each time would cost more than it saves.
 PATIENCE = 4
-# Others (nested, sharded, fake) have products of their own.
-PLAIN = (Tensor, nn.Parameter)
 # Table and packed form change together: a thread must not find one without the other.
 LOCK = threading.RLock()
 
