@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,26 @@ import sweep
 import torch
 import zoo
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, StaticCache
 from zoo.models import build_from
 
 from optimus.core.registry import Registry
 
 STEPS = 2
+# What a cache of fixed room does to stock itself, before any compiler.
+UNFIXED = {
+    "deepseek_v4": "its layers are of kinds that transformers' static cache does not know",
+    "git": "its image is written into the cache before the words, and has no room there",
+    "inkling": "its short convolutions take as many keys as there are",
+    "inkling2": "its short convolutions take as many keys as there are",
+    "inkling_text": "its short convolutions take as many keys as there are",
+    "opt": "its positions are counted by the mask, which must not be longer than the words",
+}
+# Those that take no cache of transformers', or no mask beside one.
+ALONE = {
+    "cpmant": "its mask counts a prompt of its own",
+    "minimax": "it has a cache of its own kind",
+}
 MASK, CACHE, WORDS = "attention_mask", "past_key_values", "input_ids"
 
 
@@ -31,6 +46,13 @@ class Decoder:
         return "-".join(filter(None, (self.model_type, self.attention)))
 
     @property
+    def way(self) -> str:
+        """How it can be decoded: on a cache of fixed room, a growing one, or its prompt alone."""
+        if zoo.tiny(self.whole).is_encoder_decoder or self.model_type in ALONE:
+            return "alone"
+        return "growing" if self.model_type in UNFIXED else "fixed"
+
+    @property
     def whole(self) -> str:
         """The type that can be built."""
         return sweep.WITHIN.get(self.model_type, self.model_type)
@@ -43,6 +65,7 @@ class Decoder:
         return build_from(config, zoo.heads(self.whole)[0], self.attention, torch.float32, 0)
 
 
+@functools.cache
 def decoders() -> list[Decoder]:
     """Of every registered row, those that write a token from the ones before it."""
     found: dict[Decoder, None] = {}
@@ -98,11 +121,16 @@ class Prompt:
         return torch.cat((mask, mask.new_ones(len(mask), STEPS)), 1)
 
 
-def decoded(model: nn.Module, prompt: Prompt, call: Any, *, static: bool) -> list[Tensor]:
+def decoded(
+    model: nn.Module, prompt: Prompt, call: Callable[..., Any], way: str = "fixed"
+) -> list[Tensor]:
     """The logits of the prompt and of each token after it, by ``call`` on the model's arguments.
 
-    ``static``: on a cache of fixed room, under masks of fixed length, so that shapes stay.
+    On a cache of fixed room, masks are of fixed length, too: shapes stay.
     """
+    if way == "alone":
+        return [call(**prompt.given, use_cache=False)[0]]
+    static = way == "fixed"
     cache = room(model, prompt.length + STEPS) if static else growing(model)
     given, mask = dict(prompt.given), prompt.mask() if MASK in prompt.given else None
     if static and mask is not None:
@@ -124,8 +152,5 @@ def room(model: nn.Module, length: int) -> Any:
 
 
 def growing(model: nn.Module) -> Any:
-    """A dynamic cache, and one for what is read of an encoder."""
-    config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache())
-    return DynamicCache(config=config)
+    """A dynamic cache."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
