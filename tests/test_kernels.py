@@ -156,6 +156,18 @@ def test_what_cannot_be_had_is_refused_with_the_reason(capable):
     assert asked(mine, "math", capable) is mine
 
 
+def test_an_old_gpu_is_refused(monkeypatch):
+    """Here a double of one: the plan says what the kernel needs, and what there is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    model = build().half()
+    with pytest.raises(BackendUnavailableError, match=r"needs compute capability 8\.0.*has 7\.5"):
+        optimus.plan(model, attention="flash", backend=CUDA)
+    assert optimus.plan(model, attention="efficient", backend=CUDA).claims
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert optimus.plan(model, attention="flash", backend=CUDA).claims
+
+
 def test_a_call_that_the_kernel_does_not_take_is_the_hosts(capable, monkeypatch):
     """Whole, and with its mask: here a kernel that takes no masks, on a padded batch."""
     stock, mine = build(), asked(build(), "flash", capable)

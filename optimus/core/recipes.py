@@ -49,10 +49,11 @@ class Recipe:
         return self.name if self.attention == "auto" else f"{self.name}, attention {self.attention}"
 
     def in_order(self) -> tuple[tuple[str, ...], ...]:
-        """The stages, after that of the kernel that was asked for."""
+        """The stages, with that of the kernel that was asked for before the last, which takes what
+        is left: the kernel must know to what dtype the model was cast."""
         if self.attention == "auto":
             return self.stages
-        return ((f"any.kernel.{self.attention}",), *self.stages)
+        return (*self.stages[:-1], (f"any.kernel.{self.attention}",), *self.stages[-1:])
 
     def lossy_at(self, path: str, pattern: str) -> str:
         """What a lossy stage of ``pattern`` looks for at ``path``."""

@@ -29,7 +29,7 @@ class Kernel:
 
     ``call(query, key, value, mask, causal, scale, dropout)``: ``[batch, heads, length, dim]``,
     the keys of as many heads as there are, or of fewer where it ``shares``; a mask is of floats,
-    added, and of four dimensions.
+    added, and of four dimensions. ``since``: the oldest compute capability that has it.
     """
 
     call: Callable[..., Tensor]
@@ -41,6 +41,7 @@ class Kernel:
     shares: bool = True
     whole: bool = False
     widest: int | None = None
+    since: tuple[int, int] | None = None
 
     def leaves(self) -> str:
         """Which calls it does not take, in words; "" for none."""
@@ -215,9 +216,10 @@ MATH = Kernel(_math, learns=True, narrows=True)
 # By device and name; MATH is made of plain products, and serves every device.
 KERNELS = {
     ("cpu", "flash"): Kernel(_flash_on_cpu, CPU_FLOATS, drops=False),
-    ("cuda", "flash"): Kernel(_flash_on_cuda, HALF, masks=False, widest=256),
+    # Those of CUDA have run on meta and against a double only.
+    ("cuda", "flash"): Kernel(_flash_on_cuda, HALF, masks=False, widest=256, since=(8, 0)),
     ("cuda", "efficient"): Kernel(_efficient, CUDA_FLOATS, shares=False, whole=True),
-    ("cuda", "cudnn"): Kernel(_cudnn, HALF, shares=False, whole=True, widest=128),
+    ("cuda", "cudnn"): Kernel(_cudnn, HALF, shares=False, whole=True, widest=128, since=(8, 0)),
 }
 
 

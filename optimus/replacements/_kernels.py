@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from optimus.core.backend import Context
@@ -137,7 +138,9 @@ class ChosenKernel(Mixin):
                 f"the {cls.kernel} kernel takes {', '.join(known)}, and the model is "
                 f"{_short(context.dtype)}"
             )
-        return unfit_config(config) or _unfit_attention(site.module, kernel)
+        return (
+            _unfit_device(kernel) or unfit_config(config) or _unfit_attention(site.module, kernel)
+        )
 
     @classmethod
     def remark(cls) -> str:
@@ -154,6 +157,16 @@ class ChosenKernel(Mixin):
 
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _unfit_device(kernel: Kernel) -> Refusal | None:
+    if kernel.since is None or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_capability()
+    if found >= kernel.since:
+        return None
+    needs, has = (".".join(map(str, one)) for one in (kernel.since, found))
+    return Refusal(f"it needs compute capability {needs}, and this GPU has {has}", hardware=True)
 
 
 def _unfit_attention(module: nn.Module, kernel: Kernel) -> Refusal | None:
