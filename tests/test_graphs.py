@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import optimus
 from optimus.core.planner import JOURNAL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet")
 
 CLOSE = 1e-5
 # How far a compiled model may be from itself: roundings of products come in another order.
@@ -36,7 +36,17 @@ BREAKS = {
     "trocr": "counts its positions by a length that the static cache keeps as a tensor",
     "xglm": "counts its positions by a length that the static cache keeps as a tensor",
 }
+# Stock names no loss for these, and logs that it takes the usual one, which breaks its graph.
+UNNAMED = {"gpt2"}
 SHARES = 12
+
+
+@pytest.fixture
+def quiet():
+    """What Dynamo and transformers warn of while they trace is their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def whole(model: nn.Module, backend: str = "eager") -> tuple[Any, CompileCounterWithBackend]:
@@ -113,6 +123,12 @@ def compiles(decoder: Decoder, capable: optimus.Backend) -> None:
 def test_training_compiles_whole(model_type: str, capable):
     """Forward, loss and backward without a break, and the gradients of stock."""
     stock, mine = (taught(model_type) for _ in range(2))
+    if model_type in UNNAMED:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="loss_type"):
+            gap(stock, stock)
+        for model in (stock, mine):
+            model.zero_grad()
+            model.loss_type = "ForCausalLM"
     optimus.transform(mine, backend=capable, mode="training", check=False)
     assert gap(mine, stock) <= 1e-4
 
@@ -137,7 +153,7 @@ def gap(mine: nn.Module, stock: nn.Module) -> float:
     assert counter.frame_count == 1
     pairs = zip(mine.parameters(), stock.parameters(), strict=True)
     far = [sweep._apart(a.grad, b.grad, None) for a, b in pairs if b.grad is not None]
-    return max(*far, float((losses[0] - losses[1]).abs()))
+    return max(*far, float((losses[0] - losses[1]).detach().abs()))
 
 
 @pytest.mark.sweep
@@ -145,10 +161,8 @@ def gap(mine: nn.Module, stock: nn.Module) -> float:
 def test_every_decoder_compiles_whole(share: int, capable):
     """Every registered one, with the attention that its row is for."""
     every = decoders.decoders()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for decoder in every[share::SHARES]:
-            compiles(decoder, capable)
+    for decoder in every[share::SHARES]:
+        compiles(decoder, capable)
     known = {decoder.model_type for decoder in every}
     assert known >= {*BREAKS, *decoders.UNFIXED, *decoders.ALONE}
 

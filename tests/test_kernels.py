@@ -170,7 +170,8 @@ def test_an_old_gpu_is_refused(monkeypatch):
 
 def test_a_call_that_the_kernel_does_not_take_is_the_hosts(capable, monkeypatch):
     """Whole, and with its mask: here a kernel that takes no masks, on a padded batch."""
-    stock, mine = build(), asked(build(), "flash", capable)
+    stock, alone = build(), optimus.Recipe("alone", (), attention="flash")
+    mine = optimus.transform(build(), alone, backend=capable, check=False)
     narrow = Kernel(chosen._flash_on_cpu, masks=False)
     monkeypatch.setitem(KERNELS, ("cpu", "flash"), narrow)
     assert torch.equal(answer(mine, "left"), answer(stock, "left"))
