@@ -25,7 +25,7 @@ from optimus.core.errors import (
 from optimus.core.originals import Keep
 from optimus.core.paths import Site, generates, is_sharded, sites, unwrap
 from optimus.core.probe import describe_probe
-from optimus.core.recipes import STOCK, USUAL, Recipe, resolve_recipe
+from optimus.core.recipes import STOCK, USUAL, Attention, Recipe, resolve_recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity, Pass, Replacement
 
@@ -88,7 +88,7 @@ class Plan:
         ]
         rows += [("leave", str(n), name, "", why) for (name, why), n in refused.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        head = f"recipe {self.recipe.name} on {backend}, {dtype}, {self.context.mode.value}"
+        head = f"recipe {self.recipe.label()} on {backend}, {dtype}, {self.context.mode.value}"
         lines = [head, f"check: {self.verification}"]
         if self.fidelity is Fidelity.LOSSY and self.recipe.keep == "none":
             lines.append("irreversible: the originals are not kept")
@@ -117,6 +117,7 @@ def _parse(data: dict[str, Any]) -> Plan:
             tuple(recipe["skip"]),
             recipe["keep"],
             tuple((glob, name) for glob, name in recipe["overrides"]),
+            recipe["attention"],
         ),
         context=Context(
             Backend(**{**backend, "features": frozenset(backend["features"])}),
@@ -139,6 +140,7 @@ def plan(
     backend: str | Backend | None = None,
     mode: Mode | str = Mode.INFERENCE,
     keep: Keep | None = None,
+    attention: Attention = "auto",
     registry: Registry | None = None,
 ) -> Plan:
     """What ``transform`` would do to ``model``, which may be on meta.
@@ -152,7 +154,7 @@ def plan(
     if JOURNAL in vars(root):
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     found = resolve(backend, root)
-    chosen = resolve_recipe(recipe, found, keep=keep)
+    chosen = resolve_recipe(recipe, found, keep=keep, attention=attention)
     context = Context(found, Mode.parse(mode), _dtype(root), generates(root))
     return _Planner(root, chosen, registry or Registry.installed()).run(context)
 
@@ -161,7 +163,7 @@ def describe(root: nn.Module) -> str:
     """The recipe, backend, mode and keep of a transformed model, in a few words."""
     done: Plan = vars(root)[JOURNAL].plan
     backend, mode = done.context.backend.name, done.context.mode.value
-    return f"recipe {done.recipe.name}, {backend}, {mode}, keep {done.recipe.keep}"
+    return f"recipe {done.recipe.label()}, {backend}, {mode}, keep {done.recipe.keep}"
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -177,6 +179,11 @@ def _already_quantized(model: nn.Module) -> Refusal | None:
     method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
     name = getattr(method, "value", method)
     return Refusal(f"the checkpoint is already quantized ({name}); load the one it was made of")
+
+
+def _by_name_alone(item: Replacement | Pass) -> bool:
+    """Whether whoever asks for everything does not ask for it."""
+    return item.fidelity is Fidelity.LOSSY or (isinstance(item, Replacement) and item.asked)
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
@@ -207,7 +214,7 @@ class _Planner:
                 raise PlanError(f"the override of {glob!r} fits no module of the model.")
 
     def run(self, context: Context) -> Plan:
-        for stage, patterns in enumerate(self.recipe.stages):
+        for stage, patterns in enumerate(self.recipe.in_order()):
             taken: dict[str, str] = {}
             for pattern in patterns:
                 context = self._passes(pattern, context)
@@ -246,7 +253,7 @@ class _Planner:
 
     def _find(self, pattern: str) -> list[Replacement | Pass]:
         found = self.registry.find(pattern)
-        return [i for i in found if pattern != "*" or i.fidelity is not Fidelity.LOSSY]
+        return [i for i in found if pattern != "*" or not _by_name_alone(i)]
 
     def _passes(self, pattern: str, context: Context) -> Context:
         for item in self._find(pattern):
@@ -301,6 +308,8 @@ class _Planner:
     def _refusal(self, site: Site, rule: Replacement, context: Context) -> Refusal | None:
         if rule.fidelity is Fidelity.LOSSY and self.quantized is not None:
             return self.quantized
+        if rule.mixin.attends and self.recipe.attention != "auto":
+            return Refusal(f"attention={self.recipe.attention!r} was asked for")
         unfit = self._split(site, rule) or rule.refuses(site, context)
         return unfit or rule.too_slow(site, context) or self._tied(site, rule)
 

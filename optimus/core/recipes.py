@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
 from optimus.core.backend import Backend
 from optimus.core.errors import BackendUnavailableError, PlanError
 from optimus.core.originals import KEEPS, Keep
 
 STOCK = "stock"
+
+Attention = Literal["auto", "flash", "efficient", "cudnn", "math"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,8 @@ class Recipe:
 
     ``skip``: globs of paths to leave alone. ``keep``: where originals of lossy changes wait.
     ``overrides``: pairs of a glob of paths and the name pattern that lossy stages use there in
-    place of their own, or ``"stock"`` for none; the first glob that fits decides.
+    place of their own, or ``"stock"`` for none; the first glob that fits decides. ``attention``:
+    which kernel computes it, in place of whatever else would; for comparing them.
 
     >>> Recipe.named("int4", overrides=(("model.layers.0.*", "*.int8"),)).overrides[:2]
     (('model.layers.0.*', '*.int8'), ('*lm_head', '*.int8'))
@@ -29,6 +34,7 @@ class Recipe:
     skip: tuple[str, ...] = ()
     keep: Keep = "host"
     overrides: tuple[tuple[str, str], ...] = ()
+    attention: Attention = "auto"
 
     @classmethod
     def named(cls, name: str, *, overrides: tuple[tuple[str, str], ...] = ()) -> Recipe:
@@ -37,6 +43,17 @@ class Recipe:
         if known is None:
             raise PlanError(f"no recipe is built as {name!r}; known are {', '.join(RECIPES)}")
         return replace(known, overrides=(*overrides, *known.overrides))
+
+    def label(self) -> str:
+        """Its name, and what it was asked for besides."""
+        return self.name if self.attention == "auto" else f"{self.name}, attention {self.attention}"
+
+    def in_order(self) -> tuple[tuple[str, ...], ...]:
+        """The stages, with that of the kernel that was asked for before the last, which takes what
+        is left: the kernel must know to what dtype the model was cast."""
+        if self.attention == "auto":
+            return self.stages
+        return (*self.stages[:-1], (f"any.kernel.{self.attention}",), *self.stages[-1:])
 
     def lossy_at(self, path: str, pattern: str) -> str:
         """What a lossy stage of ``pattern`` looks for at ``path``."""
@@ -60,8 +77,14 @@ RECIPES: dict[str, Recipe | None] = {
 }
 
 
-def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None = None) -> Recipe:
-    """The recipe of that name, with ``keep`` put in."""
+def resolve_recipe(
+    recipe: Recipe | str,
+    backend: Backend,
+    *,
+    keep: Keep | None = None,
+    attention: Attention = "auto",
+) -> Recipe:
+    """The recipe of that name, with ``keep`` put in, and ``attention`` where it is not "auto"."""
     if keep is not None and keep not in KEEPS:
         raise PlanError(f"unknown keep {keep!r}; known are {', '.join(KEEPS)}")
     if isinstance(recipe, str):
@@ -74,4 +97,9 @@ def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None 
                 f"recipe {recipe!r} is not built yet for {backend.name}; built are {ready}."
             )
         recipe = built
+    if attention != "auto":
+        recipe = replace(recipe, attention=attention)
+    if recipe.attention not in ATTENTIONS:
+        known = ", ".join(ATTENTIONS)
+        raise PlanError(f"unknown attention {recipe.attention!r}; known are {known}")
     return recipe if keep is None else replace(recipe, keep=keep)

@@ -44,11 +44,13 @@ class Mixin(Canonical):
     them in ``surgeon.kept``, unless they are tied and stay where they are. ``calibrates``: its
     rounding is better for knowing what comes in (``importance``, and then ``surgeon.worth``).
     ``successors`` names the classes of which its model may put a new object in its place by itself.
+    ``attends``: it brings attention of its own, for which a kernel that was asked for has no place.
     """
 
     rounds: ClassVar[tuple[str, ...]] = ()
     calibrates: ClassVar[bool] = False
     successors: ClassVar[tuple[str, ...]] = ()
+    attends: ClassVar[bool] = False
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
@@ -142,6 +144,7 @@ class Replacement:
     ``targets`` are ``"module:Class"`` strings, matched along the MRO, so that nothing has to be
     imported to match. ``gated``: claimed only where the table of ``costs`` says that it pays.
     ``because``: why its sites are always left alone, for a rule that is there to say so.
+    ``asked``: ``"*"`` passes it by; a recipe has to name it.
     """
 
     name: str
@@ -152,6 +155,7 @@ class Replacement:
     backends: frozenset[str] = EVERYWHERE
     gated: bool = False
     because: str = ""
+    asked: bool = False
 
     def claims(self, site: Site) -> bool:
         """Whether the site's class is, or derives from, a target."""
@@ -163,7 +167,9 @@ class Replacement:
         target = self._target(cls)
         if self.because:
             return Refusal(self.because)
-        if target is not None and cls.forward is not target.forward:
+        # A target without a forward is a kind of model, and all of that kind have their own.
+        own = target is not None and target.forward is not nn.Module.forward
+        if target is not None and own and cls.forward is not target.forward:
             return Refusal(f"{cls.__qualname__} overrides the forward of {target.__qualname__}")
         if _is_patched(site.module):
             return Refusal("forward is patched on this instance")

@@ -251,6 +251,8 @@ class HostSwitch:
 class FusedAttention(Mixin):
     """A decoder or encoder whose eager attention runs on SDPA. Only the config is changed."""
 
+    attends = True
+
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
         config = getattr(site.module, "config", None)
@@ -298,17 +300,17 @@ def _unfit_config(module: nn.Module, context: Context) -> Refusal | None:
 
 def _unfit_source(module: nn.Module) -> Refusal | None:
     parts = list(module.modules())
-    asking = [part for part in parts if "get_interface" in _names_in_forward(type(part))]
+    asking = [part for part in parts if "get_interface" in names_in_forward(type(part))]
     if not asking:
         own = {type(part).__name__ for part in parts if "Attention" in type(part).__name__}
         return Refusal(f"its attention does not ask the host: {', '.join(sorted(own)) or 'none'}")
-    if any(EAGER not in _names_in_forward(type(part)) for part in asking):
+    if any(EAGER not in names_in_forward(type(part)) for part in asking):
         return Refusal(f"its attention has no {EAGER} to fall back on")
     return None
 
 
 @functools.cache
-def _names_in_forward(cls: type[Any]) -> frozenset[str]:
+def names_in_forward(cls: type[Any]) -> frozenset[str]:
     """What the forward looks up: the switch reaches only those who look for their function."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return frozenset(code.co_names if code is not None else ())

@@ -176,9 +176,11 @@ def register() -> None:
 class GroupedAttention(Mixin):
     """A decoder on SDPA whose keys are shared by groups, or wider than its values."""
 
+    attends = True
+
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
-        return _unfit_config(site.module.config) or _unfit_attention(site.module, context.dtype)
+        return unfit_config(site.module.config) or _unfit_attention(site.module, context.dtype)
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -186,7 +188,8 @@ class GroupedAttention(Mixin):
         switch(module, surgeon, GROUPED)
 
 
-def _unfit_config(config: Any) -> Refusal | None:
+def unfit_config(config: Any) -> Refusal | None:
+    """Why attention of this config is not plain SDPA."""
     if config._attn_implementation != "sdpa":
         return Refusal(f"attention is {config._attn_implementation}, and this is about sdpa")
     if getattr(config, "sub_configs", None):
@@ -208,7 +211,7 @@ def _unfit_attention(module: nn.Module, dtype: torch.dtype) -> Refusal | None:
         return Refusal("its attention has sinks, which SDPA ignores")
     if _branches_on_name(type(module).__module__):
         return Refusal("its modeling file asks for the name of the attention, and knows its own")
-    if not any(_is_grouped(part) or _is_latent(part) for part in parts):
+    if not any(_is_grouped(part) or is_latent(part) for part in parts):
         return Refusal("each head has keys of its own, as wide as its values: 1.0x, as sdpa")
     return None
 
@@ -218,7 +221,8 @@ def _is_grouped(part: nn.Module) -> bool:
     return isinstance(groups, int) and groups > 1
 
 
-def _is_latent(part: nn.Module) -> bool:
+def is_latent(part: nn.Module) -> bool:
+    """Whether it is attention whose values are narrower than its keys."""
     keys, values = getattr(part, "qk_head_dim", 0), getattr(part, "v_head_dim", 0)
     return isinstance(keys, int) and isinstance(values, int) and 0 < values < keys
 

@@ -28,6 +28,7 @@ class Decoded(_steps.Step):
     """A decoder layer of llama's kind whose seven linear layers are packed alike."""
 
     names = LAYER
+    attends = True
     _modules: dict[str, nn.Module]
 
     @classmethod

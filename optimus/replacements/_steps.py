@@ -167,6 +167,7 @@ class Stepped(Step):
 
     names = ATTENTION
     besides = BESIDES
+    attends = True
     _modules: dict[str, nn.Module]
     head_dim: int
     scaling: float

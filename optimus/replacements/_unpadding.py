@@ -33,6 +33,7 @@ class Packs(Mixin):
     see packed tokens.
     """
 
+    attends = True
     config: Any
     training: bool
 
