@@ -142,4 +142,6 @@ def reference_llama(**choices: object) -> ReferenceLlama:
     """A seeded one."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return ReferenceLlama(Sizes(**choices)).eval()  # type: ignore[arg-type]
+        model = ReferenceLlama(Sizes(**choices)).eval()  # type: ignore[arg-type]
+    # Its cache is written in place and would learn.
+    return model.requires_grad_(False)

@@ -128,11 +128,7 @@ def real_backend(inner: str | Backend = "inductor") -> Backend:
     """A backend for ``torch.compile`` that hands graphs without complex steps to ``inner``.
 
     Complex inputs, buffers among them, and complex outputs are read as real ones on the way in and
-    out, outside the graph.
-
-    >>> compiled = torch.compile(lambda z: torch.view_as_real(z * z), backend=real_backend("eager"))
-    >>> compiled(torch.tensor([1 + 2j]))
-    tensor([[-3.,  4.]])
+    out, outside the graph: ``torch.compile(model, backend=real_backend())``.
     """
 
     def backend(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
