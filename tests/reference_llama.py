@@ -19,7 +19,7 @@ class Sizes:
     """Of a model that a test builds in no time. ``table``: how its angles are kept."""
 
     width: int = 64
-    layers: int = 2
+    layers: int = 1
     heads: int = 4
     groups: int = 2
     words: int = 99
@@ -144,4 +144,4 @@ def reference_llama(**choices: object) -> ReferenceLlama:
         torch.manual_seed(0)
         model = ReferenceLlama(Sizes(**choices)).eval()  # type: ignore[arg-type]
     # Its cache is written in place and would learn.
-    return model.requires_grad_(False)
+    return model.requires_grad_(requires_grad=False)
