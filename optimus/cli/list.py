@@ -102,6 +102,7 @@ def _table(registry: Registry) -> Table:
     table.columns[-1].min_width = max(len(f"{a.model_type},") for a in registry.architectures)
     table.columns[0].max_width, table.columns[0].overflow = NARROW, "fold"
     table.columns[3].max_width = NARROWER
+    table.columns[2].max_width = max(len(mode.value) for mode in Mode)
     for row in rows(registry):
         table.add_row(*row)
     return table
