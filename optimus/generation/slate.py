@@ -50,6 +50,8 @@ class Slate:
 
     def __init__(self, shapes: tuple[LayerShape, ...], batch: int, buckets: Buckets) -> None:
         self.shapes, self.batch, self.buckets = shapes, batch, buckets
+        # Asked here and not where a compiler traces, which would trace the class statement, too.
+        self.slab = _layer_class()
         device, room = shapes[0].device, buckets.room
         self.keys = [_zeros(s, batch, s.key_heads, room, s.key_dim) for s in shapes]
         self.values = [_zeros(s, batch, s.value_heads, room, s.value_dim) for s in shapes]
@@ -167,6 +169,5 @@ def over(slate: Slate, columns: Tensor, window: int) -> Any:
     """A cache of transformers' over the slate's memory, for one call at those columns."""
     from transformers.cache_utils import Cache
 
-    slab = _layer_class()
     pairs = zip(slate.keys, slate.values, strict=True)
-    return Cache(layers=[slab(keys, values, columns, window) for keys, values in pairs])
+    return Cache(layers=[slate.slab(keys, values, columns, window) for keys, values in pairs])
