@@ -9,9 +9,11 @@ import threading
 import warnings
 from typing import Any
 
+import laws
 import pytest
 import torch
 import transformers
+from models import case
 from snapshots import snapshot
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -23,6 +25,7 @@ from transformers.generation import (
 )
 
 import optimus
+from optimus.cli.progress import Steps
 from optimus.core.backend import CPUS
 from optimus.core.errors import BackendUnavailableError, BucketError, NothingToDoError, PlanError
 from optimus.core.registry import Registry
@@ -67,6 +70,18 @@ CONFIGS: dict[str, Any] = {
         first_k_dense_replace=1,
     ),
 }
+LAWS = (
+    laws.keys,
+    laws.loading,
+    laws.returning,
+    laws.training,
+    laws.idempotence,
+    laws.independence,
+    laws.neighbours,
+    laws.company,
+    laws.accelerate_hooks,
+    laws.tying,
+)
 FEW = Buckets(lengths=(16, 32), batches=(1, 4), room=128)
 
 
@@ -291,8 +306,8 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
 def test_what_is_not_warmed_up_is_counted() -> None:
     """And made when it is met."""
     mine = build()
-    recipe = optimus.Recipe("static", (("static.eager",),))
-    optimus.transform(mine, recipe, check=False)
+    recipe = optimus.Recipe("one", (("static.test",),))
+    optimus.transform(mine, recipe, registry=registry(Eager), check=False)
     generate(mine, prompts(1, 1)[0], new=4)
     assert compilations(mine) == 2
     assert runs(mine) == {Graph("prefill", 1, 128, 128): 1, Graph("decode", 1, 1, 128): 3}
@@ -368,7 +383,7 @@ def test_buckets_of_a_short_model() -> None:
 def refused(model: Any, **options: Any) -> str:
     """Why the plan leaves the model alone when it is asked by name."""
     with pytest.raises((NothingToDoError, BackendUnavailableError)) as error:
-        optimus.plan(model, optimus.Recipe("static", (("static.eager",),)), **options)
+        optimus.plan(model, "static", **options)
     return str(error.value)
 
 
@@ -383,7 +398,7 @@ def test_what_the_plan_refuses() -> None:
     assert "decoders alone" in refused(transformers.T5ForConditionalGeneration(t5))
     assert "does not generate" in refused(nn.Linear(2, 2))
     assert "not for training" in refused(build(), mode="training")
-    falcon = {**SMALL, "head_dim": None, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8}
+    falcon = {**SMALL, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8}
     assert "not one graph" in refused(of(transformers.FalconH1Config(**falcon)))
     qwen = {**SMALL, "layer_types": ["linear_attention", "full_attention"]}
     assert "LinearAttentionLayer" in refused(of(transformers.Qwen3NextConfig(**qwen)))
@@ -393,15 +408,31 @@ def test_what_the_plan_refuses() -> None:
         warm_up(build())
 
 
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan says what is missing and what to do."""
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    assert "finds no C++ compiler on this machine. Install g++, or name" in refused(build())
+
+
 def test_only_by_name() -> None:
-    """Who asks for everything keeps transformers' own cache."""
+    """Who asks for everything keeps transformers' own cache; on a GPU it is for others to do."""
     assert not [name for name in optimus.plan(build()).passes if name.startswith("static.")]
+    assert optimus.plan(build(), "static").passes[0] == "static.inductor"
+    assert "not for cuda" in refused(build(), backend=optimus.Backend("cuda", "cuda"))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_laws(law: Any, capable: Any) -> None:
+    """A model in static shapes keeps the laws; none of them generates."""
+    law(case("llama", "AutoModelForCausalLM", recipe="static"), capable)
 
 
 def test_progress() -> None:
-    """Each graph is told before it is made, and the end."""
+    """Each graph is told before it is made, and the end; the command line has a bar for it."""
     told: list[tuple[int, int, str]] = []
     mine = static(build())
+    with Steps("compiling") as bar:
+        warm_up(mine, FEW, progress=bar.told)
     assert warm_up(mine, FEW, progress=lambda *one: told.append(one)) == len(told) - 1 == 16
     assert told[0] == (0, 16, "prefill_1x16_in_16")
     assert told[-1] == (16, 16, "ready")

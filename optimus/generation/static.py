@@ -50,12 +50,18 @@ class StaticGeneration(Mixin):
         return found.to(ids.device) if isinstance(found, Tensor) else found
 
     def _prepare_cache_for_generation(
-        self, config: Any, model_kwargs: Any, mode: Any, *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        if mode.value not in ("greedy_search", "sample"):
-            station_of(self).say(f"static shapes are not for {mode.value.replace('_', ' ')}")
+        mode = generation_mode.value
+        if mode not in ("greedy_search", "sample"):
+            station_of(self).say(f"static shapes are not for {mode.replace('_', ' ')}")
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
-            config, model_kwargs, mode, *args, **kwargs
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
 
     def _sample(
