@@ -13,9 +13,11 @@ import laws
 import pytest
 import torch
 import transformers
+import zoo
 from models import case
 from snapshots import snapshot
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation import (
     BaseStreamer,
@@ -31,7 +33,7 @@ from optimus.core.errors import BackendUnavailableError, BucketError, NothingToD
 from optimus.core.registry import Registry
 from optimus.generation import Buckets, Graph, compilations, runs, warm_up
 from optimus.generation.runner import Compiled, Eager
-from optimus.passes._static import Static
+from optimus.passes._static import Static, unfit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -338,6 +340,28 @@ def test_two_hundred_prompts_by_inductor() -> None:
     assert compilations(mine) == 0
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", zoo.model_types())
+def test_every_decoder(model_type: str) -> None:
+    """Of every type that writes words: stock's tokens in static shapes, or a reason why not."""
+    stock = decoder(model_type)
+    if stock is None or unfit(stock):
+        return
+    mine = static(copy.deepcopy(stock), Buckets(lengths=(8, 16), batches=(4,), room=64))
+    same(stock, mine, prompts(4, 30, rows=4), new=8)
+    assert compilations(mine) == 0
+
+
+def decoder(model_type: str) -> Any:
+    """A tiny model under a head that makes words; None where the type has none."""
+    try:
+        model: Any = zoo.build(model_type, head="AutoModelForCausalLM")
+    except (ImportError, ValueError):
+        return None
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
 def test_many_prompts() -> None:
     """Fewer, operator by operator, where a new shape counts as a graph."""
     stock = long_llama()
@@ -408,10 +432,10 @@ def test_what_the_plan_refuses() -> None:
         warm_up(build())
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler() -> None:
     """The plan says what is missing and what to do."""
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
-    assert "finds no C++ compiler on this machine. Install g++, or name" in refused(build())
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "finds no C++ compiler on this machine. Install g++, or name" in refused(build())
 
 
 def test_only_by_name() -> None:
