@@ -181,9 +181,9 @@ def _already_quantized(model: nn.Module) -> Refusal | None:
     return Refusal(f"the checkpoint is already quantized ({name}); load the one it was made of")
 
 
-def _by_name_alone(item: Replacement | Pass) -> bool:
-    """Whether whoever asks for everything does not ask for it."""
-    return item.fidelity is Fidelity.LOSSY or (isinstance(item, Replacement) and item.asked)
+def _is_usual(item: Replacement | Pass) -> bool:
+    """Whether who asks for everything gets it."""
+    return item.fidelity is not Fidelity.LOSSY and not item.by_name
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
@@ -254,20 +254,26 @@ class _Planner:
 
     def _find(self, pattern: str) -> list[Replacement | Pass]:
         found = self.registry.find(pattern)
-        return [i for i in found if pattern != "*" or not _by_name_alone(i)]
+        return [i for i in found if pattern != "*" or _is_usual(i)]
 
     def _passes(self, pattern: str, context: Context) -> Context:
-        for item in self._find(pattern):
-            if isinstance(item, Replacement):
-                continue
+        found = self._meant(pattern, context)
+        for item in found:
+            named = item.name == pattern or (item.by_name and len(found) == 1)
             if refusal := item.refuses(self.model, context):
-                if item.name == pattern or item.concerns(self.model):
-                    self._refuse("", item.name, refusal, named=item.name == pattern)
+                if named or item.concerns(self.model):
+                    self._refuse("", item.name, refusal, named=named)
             else:
                 self.passes.append(item.name)
                 self._degrade(item.fidelity)
                 context = item.settles(context)
         return context
+
+    def _meant(self, pattern: str, context: Context) -> list[Pass]:
+        """Who names a kind of pass means the one for this hardware, where there is one."""
+        found = [item for item in self._find(pattern) if not isinstance(item, Replacement)]
+        here = [item for item in found if context.backend.name in item.backends]
+        return here if pattern != "*" and here else found
 
     def _replacements(
         self, stage: int, pattern: str, context: Context, taken: dict[str, str]

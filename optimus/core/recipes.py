@@ -74,6 +74,7 @@ RECIPES: dict[str, Recipe | None] = {
     "int8-dynamic": Recipe("int8-dynamic", (("*.int8-dynamic",), ("*",)), overrides=ROUTERS),
     "int4": Recipe("int4", (("*.int4",), ("*",)), overrides=USUAL),
     "fp8": None,
+    "static": Recipe("static", (("static.*",), ("*",))),
 }
 
 

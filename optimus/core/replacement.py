@@ -144,7 +144,7 @@ class Replacement:
     ``targets`` are ``"module:Class"`` strings, matched along the MRO, so that nothing has to be
     imported to match. ``gated``: claimed only where the table of ``costs`` says that it pays.
     ``because``: why its sites are always left alone, for a rule that is there to say so.
-    ``asked``: ``"*"`` passes it by; a recipe has to name it.
+    ``by_name``: done only where a recipe names it, and not for a lone ``"*"``.
     ``together``: all of its sites or none, and some of every target: what one of them makes in a
     new form, another reads.
     """
@@ -157,7 +157,7 @@ class Replacement:
     backends: frozenset[str] = EVERYWHERE
     gated: bool = False
     because: str = ""
-    asked: bool = False
+    by_name: bool = False
     together: bool = False
 
     def claims(self, site: Site) -> bool:
@@ -238,11 +238,15 @@ class Architecture:
 
 
 class Pass(Protocol):
-    """A change to the whole model that a backend wants."""
+    """A change to the whole model that a backend wants.
+
+    ``by_name``: done only where a recipe names it, and not for a lone ``"*"``.
+    """
 
     name: str
     fidelity: Fidelity
     backends: frozenset[str]
+    by_name: bool
 
     def concerns(self, model: nn.Module) -> bool:
         """Whether the model is of its kind; of others the plan says nothing."""

@@ -21,7 +21,7 @@ def kernel(name: str) -> Replacement:
         targets=("transformers.modeling_utils:PreTrainedModel",),
         mixin=choosing(name),
         backends=frozenset[str]().union(*places) or EVERYWHERE,
-        asked=True,
+        by_name=True,
     )
 
 
