@@ -188,6 +188,12 @@ def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
     return owners
 
 
+def _is_usual(item: Replacement | Pass) -> bool:
+    """Whether a lone ``"*"`` takes it."""
+    by_name = not isinstance(item, Replacement) and item.by_name
+    return item.fidelity is not Fidelity.LOSSY and not by_name
+
+
 class _Planner:
     """One walk over the stages. Claims of a stage are all made on the untouched tree."""
 
@@ -248,7 +254,7 @@ class _Planner:
 
     def _find(self, pattern: str) -> list[Replacement | Pass]:
         found = self.registry.find(pattern)
-        return [i for i in found if pattern != "*" or i.fidelity is not Fidelity.LOSSY]
+        return [i for i in found if pattern != "*" or _is_usual(i)]
 
     def _passes(self, pattern: str, context: Context) -> Context:
         for item in self._find(pattern):

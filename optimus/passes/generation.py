@@ -24,6 +24,7 @@ class Roomy:
     name: str = "cpu.cache"
     fidelity: Fidelity = Fidelity.EXACT
     backends: frozenset[str] = CPUS
+    by_name: bool = False
 
     def concerns(self, model: nn.Module) -> bool:
         """Models that generate."""
