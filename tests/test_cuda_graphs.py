@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from gpu import LAUNCH, Gpu
 from torch import Tensor, nn
 
+from optimus.generation.buckets import Graph
 from optimus.generation.cuda_graphs import Captured, Graphs, weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,7 +177,7 @@ class Inner:
     def __init__(self) -> None:
         self.compilations = 0
 
-    def prepare(self, graph: SimpleNamespace) -> object:
+    def prepare(self, graph: Graph) -> object:
         """Writes the model's answer at the slot, and moves on."""
         self.compilations += 1
 
@@ -194,7 +194,7 @@ def test_captured_runner() -> None:
     """Captured with the first call; every call has its effect once; new weights are new graphs."""
     gpu, model = Gpu(), nn.Linear(4, 2).requires_grad_(requires_grad=False)
     runner = Captured(Inner(), Graphs(gpu))
-    ready = runner.prepare(SimpleNamespace(kind="prefill", name="prefill-1"))
+    ready = runner.prepare(Graph("prefill", 1, 1, 8))
     slate = Slate()
     logits = [ready(model, slate).clone() for _ in range(3)]
     assert int(slate.slot) == 3

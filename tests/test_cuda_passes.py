@@ -20,15 +20,20 @@ from uses import bump
 import optimus
 from optimus.core.errors import BackendUnavailableError, NothingToDoError, PlanError
 from optimus.core.registry import Registry
-from optimus.generation.cuda_graphs import Graphs
+from optimus.generation.buckets import Buckets
+from optimus.generation.cuda_graphs import Captured, Graphs
+from optimus.generation.runner import Eager
+from optimus.generation.warm import compilations, warm_up
 from optimus.ops import varlen
 from optimus.ops.varlen import Ragged, Sequences, packed_kernel, varlen_attention
+from optimus.passes._static import Static
 from optimus.passes.cuda import REDUCED, TUNED, Capture, Compile, blocks_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BERT, LLAMA = case("bert"), case("llama", "AutoModelForCausalLM")
 NAMES = ("cuda.compile", "cuda.compile-blocks", "cuda.compile-whole")
 BF16 = torch.bfloat16
+GPU_ALONE = frozenset({"cuda"})
 
 
 def compiling(name: str, **options: object) -> tuple[optimus.Recipe, Registry]:
@@ -220,6 +225,26 @@ def test_what_is_not_captured():
             answers = [one(**given, use_cache=False).logits for one in (model, stock)]
             assert torch.equal(*answers)
     assert len(gpu.alive) == 1
+
+
+def test_generation_is_captured():
+    """Every bucket in the warm-up; then tokens are those of stock, and nothing is captured."""
+    gpu, model, stock = Gpu(), LLAMA.build(), LLAMA.build()
+    made = Static("static.double", GPU_ALONE, lambda: Captured(Eager(), Graphs(gpu, 96)))
+    how = optimus.Recipe("static", ((made.name,),)), Registry([], [made])
+    transformed(model, how)
+    buckets = Buckets(lengths=(8, 16), batches=(1, 4), room=32)
+    assert warm_up(model, buckets) == len(gpu.alive) == 12
+    generator = torch.Generator().manual_seed(0)
+    for rows, length in ((1, 5), (3, 9), (2, 20), (1, 16)):
+        ids = torch.randint(3, 99, (rows, length), generator=generator)
+        asked = {"max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(*(one.generate(ids, **asked) for one in (model, stock)))
+    assert compilations(model) == 0
+    assert gpu.pools == 1
+    bump(model), bump(stock)
+    assert torch.equal(*(one.generate(ids, **asked) for one in (model, stock)))
+    optimus.reverse(model)
 
 
 def test_copies_of_captured_models():

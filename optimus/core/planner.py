@@ -179,6 +179,12 @@ def _already_quantized(model: nn.Module) -> Refusal | None:
     return Refusal(f"the checkpoint is already quantized ({name}); load the one it was made of")
 
 
+def _is_usual(item: Replacement | Pass) -> bool:
+    """Whether who asks for everything gets it."""
+    named = not isinstance(item, Replacement) and item.by_name
+    return item.fidelity is not Fidelity.LOSSY and not named
+
+
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
     """For every parameter object: the modules that hold it, and its name in each."""
     owners: dict[int, dict[str, str]] = {}
@@ -186,12 +192,6 @@ def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), {})[path] = f"{path}.{name}".lstrip(".")
     return owners
-
-
-def _is_usual(item: Replacement | Pass) -> bool:
-    """Whether a lone ``"*"`` takes it."""
-    by_name = not isinstance(item, Replacement) and item.by_name
-    return item.fidelity is not Fidelity.LOSSY and not by_name
 
 
 class _Planner:

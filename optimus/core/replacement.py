@@ -224,7 +224,7 @@ class Architecture:
 class Pass(Protocol):
     """A change to the whole model that a backend wants.
 
-    ``by_name``: only where a recipe names it; a lone ``"*"`` leaves it out.
+    ``by_name``: done only where a recipe names it, and not for a lone ``"*"``.
     """
 
     name: str

@@ -23,8 +23,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# A bucket of prompts and one of steps for each of four lengths and two sizes of batch.
-MOST = 16
+from optimus.generation.buckets import Graph
+from optimus.generation.runner import Compiled, Eager, Ready, Runner
+from optimus.generation.slate import Slate
+
+# Of whatever shapes come; and of those that somebody chose, for each slate that is in use.
+MOST, BUCKETS = 16, 96
+# A product of one row becomes a sum, with whatever its weight is made of fused into it.
+TUNED = {"coordinate_descent_tuning": True}
 
 # How many shapes are known for each graph that is kept.
 REMEMBERED = 64
@@ -300,36 +306,34 @@ def weights_of(model: nn.Module) -> int:
 
 
 class Captured:
-    """A ``generation.runner.Runner`` whose graphs are captured and replayed.
+    """A runner of static generation whose graphs are captured and replayed.
 
-    ``inner`` makes what is captured: compiled functions, or the plain ones.
+    ``inner`` makes what is captured: compiled functions, or the plain ones. ``compilations`` are
+    its own, and the captures.
     """
 
     lazy = False
     # A look waits for the device, and costs as much as some tokens.
     looks = 8
 
-    def __init__(self, inner: Any, graphs: Graphs | None = None) -> None:
+    def __init__(self, inner: Runner, graphs: Graphs | None = None) -> None:
         self.inner = inner
-        self.graphs = Graphs() if graphs is None else graphs
+        self.graphs = Graphs(most=BUCKETS) if graphs is None else graphs
+        self.compilations = 0
         self._weights: int | None = None
 
-    @property
-    def compilations(self) -> int:
-        """Of ``inner``, and captures."""
-        return int(self.inner.compilations) + self.graphs.counts.captured
-
-    def prepare(self, graph: Any) -> Callable[[nn.Module, Any], Tensor]:
+    def prepare(self, graph: Graph) -> Ready:
         """What runs ``graph`` on a slate, captured with its first call."""
         ready = self.inner.prepare(graph)
 
-        def run(model: nn.Module, slate: Any) -> Tensor:
+        def run(model: nn.Module, slate: Slate) -> Tensor:
             # Every answer begins with a prompt, and weights are not changed within one.
             if graph.kind == "prefill":
                 self._check(model)
             (logits,) = self.graphs.run(
                 id(slate), graph.name, lambda: (ready(model, slate),), ahead=True
             )
+            self.compilations = self.inner.compilations + self.graphs.counts.captured
             return logits
 
         return run
@@ -338,7 +342,7 @@ class Captured:
         """Wait for the device."""
         self.graphs.capture.synchronise()
 
-    def forget(self, slate: Any) -> None:
+    def forget(self, slate: Slate) -> None:
         """Let go of the graphs on that slate."""
         self.graphs.forget(id(slate))
 
@@ -347,3 +351,13 @@ class Captured:
         if self._weights not in (None, found):
             self.graphs.clear()
         self._weights = found
+
+
+def compiled() -> Captured:
+    """Buckets by inductor, captured."""
+    return Captured(Compiled(config_patches=TUNED))
+
+
+def plain() -> Captured:
+    """Buckets operator by operator, captured."""
+    return Captured(Eager())

@@ -19,12 +19,12 @@ from optimus.core.originals import Keeper
 from optimus.core.paths import is_sharded
 from optimus.core.replacement import Fidelity, reclassed
 from optimus.core.surgery import Surgeon
-from optimus.generation.cuda_graphs import Graphs
+from optimus.generation.cuda_graphs import TUNED, Graphs, compiled, plain
 from optimus.passes._replay import GRAPHS, Replayed, Replays
+from optimus.passes._static import Static
 
+CUDA = frozenset({"cuda"})
 COMPILED = "_compiled_call_impl"
-# A product of one row becomes a sum, with whatever its weight is made of fused into it.
-TUNED = {"coordinate_descent_tuning": True}
 # The mode "reduce-overhead", and no graph for each of the shapes that change with every call: a
 # kernel in a graph costs 64 KB of device memory a shape.
 REDUCED = {**TUNED, "triton.cudagraphs": True, "triton.cudagraph_skip_dynamic_graphs": True}
@@ -65,7 +65,7 @@ class Compile:
     graphs: bool
     compiler: str = "inductor"
     fidelity: Fidelity = Fidelity.CLOSE
-    backends: frozenset[str] = frozenset({"cuda"})
+    backends: frozenset[str] = CUDA
     by_name: bool = True
 
     def concerns(self, model: nn.Module) -> bool:
@@ -76,8 +76,8 @@ class Compile:
         """Without a compiler, what is compiled already, and graphs in training."""
         if context.backend.name not in self.backends:
             return Refusal(f"{self.name} is not built for {context.backend.name}", hardware=True)
-        if self.compiler == "inductor" and importlib.util.find_spec("triton") is None:
-            return Refusal("torch compiles for CUDA by triton, which is not installed")
+        if self.compiler == "inductor" and (refusal := without_compiler(model, context)):
+            return refusal
         if self.graphs and context.mode is Mode.TRAINING:
             return Refusal("a captured graph has no backward pass; use cuda.compile to train")
         if any(vars(one).get(COMPILED) is not None for one in model.modules()):
@@ -99,6 +99,13 @@ class Compile:
             surgeon.fold(model, Compiled(path, self.compiler, options))
 
 
+def without_compiler(model: nn.Module, context: Context) -> Refusal | None:
+    """Where nothing can be compiled."""
+    if importlib.util.find_spec("triton") is not None:
+        return None
+    return Refusal("torch compiles for CUDA by triton, which is not installed")
+
+
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that stand in rows of their kind: layers, in models of every family."""
     found: list[str] = []
@@ -117,7 +124,7 @@ class Capture:
 
     name: str = "cuda.graphs"
     fidelity: Fidelity = Fidelity.CLOSE
-    backends: frozenset[str] = frozenset({"cuda"})
+    backends: frozenset[str] = CUDA
     by_name: bool = True
     make: Callable[[], Graphs] = Graphs
 
@@ -148,6 +155,8 @@ class Capture:
 
 
 PASSES = (
+    Static("static.cuda", CUDA, compiled, without_compiler),
+    Static("static.cuda-graphs", CUDA, plain),
     Compile("cuda.compile", blocks=True, graphs=False),
     Compile("cuda.compile-blocks", blocks=True, graphs=True),
     Compile("cuda.compile-whole", blocks=False, graphs=True),
