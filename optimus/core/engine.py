@@ -294,7 +294,7 @@ def _same_again(
 ) -> None:
     done: Plan = vars(root)[JOURNAL].plan
     found = resolve(backend, root) if backend is not None else done.context.backend
-    wanted = resolve_recipe(recipe, found, keep=keep, attention=attention)
+    wanted = resolve_recipe(recipe, keep=keep, attention=attention)
     if (wanted, found, Mode.parse(mode)) != (done.recipe, done.context.backend, done.context.mode):
         raise PlanError(
             f"the model is already transformed ({describe(root)}) and {wanted.label()!r}, "

@@ -52,7 +52,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None)
     return (
         not torch.compiler.is_compiling()
         and native.steps()
-        and not torch.jit.is_tracing()
+        and not torch._C._get_tracing_state()
         and all(type(one) is Tensor and one.device.type == "cpu" for one in given)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._functorch.peek_interpreter_stack()
