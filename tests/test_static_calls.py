@@ -53,7 +53,7 @@ def stop_at_nines(ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         {"stopping_criteria": StoppingCriteriaList([stop_at_nines]), "eos_token_id": 5},
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(60.0)])},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_ways_to_generate(options: dict[str, Any]) -> None:
     """Ends, processors, samples and criteria are transformers', and the shapes stay."""
