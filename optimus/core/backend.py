@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.util
 import itertools
 import platform
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from optimus.core.errors import BackendUnavailableError
 BACKENDS = ("x86", "arm", "cuda", "hpu", "xla")
 CPUS = frozenset({"x86", "arm"})
 ALIASES = {"tpu": "xla"}
+# Device types that record calls, and compute when they are looked at.
+LAZY = frozenset({"xla"})
 
 
 class Mode(enum.Enum):
@@ -118,8 +121,22 @@ def is_available(name: str) -> bool:
     """Whether this machine has the backend's device."""
     if name in CPUS:
         return host().name == name
+    if name == "xla":
+        return importlib.util.find_spec("torch_xla") is not None
     module = getattr(torch, name, None)
     return bool(module is not None and hasattr(module, "is_available") and module.is_available())
+
+
+def launch(device: torch.device) -> None:
+    """Have a lazy device compute all that was asked of it so far, as one graph.
+
+    XLA records calls and compiles what it has recorded whenever somebody looks at a number: looked
+    at one by one, the outputs of one forward are as many graphs. Other devices have nothing waiting.
+    """
+    if device.type in LAZY:
+        import torch_xla
+
+        torch_xla.sync()
 
 
 def resolve(backend: str | Backend | None, model: nn.Module) -> Backend:
