@@ -289,7 +289,7 @@ def _same_again(
 ) -> None:
     done: Plan = vars(root)[JOURNAL].plan
     found = resolve(backend, root) if backend is not None else done.context.backend
-    wanted = resolve_recipe(recipe, found, keep=keep)
+    wanted = resolve_recipe(recipe, keep=keep)
     if (wanted, found, Mode.parse(mode)) != (done.recipe, done.context.backend, done.context.mode):
         raise PlanError(
             f"the model is already transformed ({describe(root)}) and {wanted.name!r}, "

@@ -25,7 +25,7 @@ from optimus.core.errors import (
 from optimus.core.originals import Keep
 from optimus.core.paths import Site, generates, is_sharded, sites, unwrap
 from optimus.core.probe import describe_probe
-from optimus.core.recipes import STOCK, USUAL, Recipe, resolve_recipe
+from optimus.core.recipes import OPTIONAL, STOCK, Recipe, resolve_recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity, Pass, Replacement
 
@@ -152,7 +152,7 @@ def plan(
     if JOURNAL in vars(root):
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     found = resolve(backend, root)
-    chosen = resolve_recipe(recipe, found, keep=keep)
+    chosen = resolve_recipe(recipe, keep=keep)
     context = Context(found, Mode.parse(mode), _dtype(root), generates(root))
     return _Planner(root, chosen, registry or Registry.installed()).run(context)
 
@@ -201,9 +201,10 @@ class _Planner:
         self.passes: list[str] = []
         self.worst = Fidelity.EXACT
         self.quantized = _already_quantized(model)
+        self.parted: dict[tuple[str, Context], Refusal | None] = {}
         paths = [site.path for site in self.sites]
         for glob, name in recipe.overrides:
-            if (glob, name) not in USUAL and not any(fnmatchcase(p, glob) for p in paths):
+            if (glob, name) not in OPTIONAL and not any(fnmatchcase(p, glob) for p in paths):
                 raise PlanError(f"the override of {glob!r} fits no module of the model.")
 
     def run(self, context: Context) -> Plan:
@@ -270,12 +271,13 @@ class _Planner:
         lossy = bool(rules) and all(rule.fidelity is Fidelity.LOSSY for rule in rules)
         before = len(self.claims)
         near: list[Refusal] = []
+        asked = False
         fitting: dict[tuple[type, str], list[Replacement]] = {}
         for site in self.sites:
             name = self.recipe.lossy_at(site.path, pattern) if lossy else pattern
             kind = type(site.module), name
             if kind not in fitting:
-                fitting[kind] = [rule for rule in self._rules(name) if rule.claims(site)]
+                fitting[kind] = self._fitting(name, site, context)
             for rule in fitting[kind]:
                 if site.path in taken and taken[site.path] != pattern:
                     raise ConflictError(
@@ -290,10 +292,18 @@ class _Planner:
                     continue
                 self._claim(stage, site, rule, rule.measured(site, context))
                 taken[site.path] = pattern
+                asked = asked or name == pattern
                 break
-        # Who asked for fewer bits and got none would believe otherwise.
-        if ("*" not in pattern or lossy) and rules and len(self.claims) == before:
+        # Who asked for fewer bits and got none would believe otherwise; an override's are not his.
+        none = len(self.claims) == before or (not asked and any(why.hardware for why in near))
+        if ("*" not in pattern or lossy) and rules and none:
             self._nothing(pattern, near)
+
+    def _fitting(self, name: str, site: Site, context: Context) -> list[Replacement]:
+        """A rule for other hardware is named only where there is none for this one."""
+        fitting = [rule for rule in self._rules(name) if rule.claims(site)]
+        here = [rule for rule in fitting if context.backend.name in rule.backends]
+        return here or fitting
 
     def _rules(self, pattern: str) -> list[Replacement]:
         if pattern == STOCK:
@@ -304,7 +314,29 @@ class _Planner:
         if rule.fidelity is Fidelity.LOSSY and self.quantized is not None:
             return self.quantized
         unfit = rule.refuses(site, context) or rule.too_slow(site, context)
-        return unfit or self._tied(site, rule)
+        return unfit or self._tied(site, rule) or self._parted(rule, context)
+
+    def _parted(self, rule: Replacement, context: Context) -> Refusal | None:
+        """Why a rule for all of its sites or none takes none."""
+        if not rule.together:
+            return None
+        if (rule.name, context) not in self.parted:
+            self.parted[rule.name, context] = self._left_alone(rule, context)
+        return self.parted[rule.name, context]
+
+    def _left_alone(self, rule: Replacement, context: Context) -> Refusal | None:
+        every = [site for site in sites(self.model) if rule.claims(site)]
+        if missing := rule.lacks(every):
+            return Refusal(f"all of its sites or none, and there is no {missing}")
+        for site in every:
+            claim = self.claims.get(site.path)
+            if self._skipped(site.path):
+                return Refusal(f"all of its sites or none, and {site.path} is skipped")
+            if claim is not None and claim.replacement != rule.name:
+                return Refusal(f"all of its sites or none, and {site.path} is {claim.replacement}")
+            if why := rule.refuses(site, context):
+                return Refusal(f"all of its sites or none, and {site.path}: {why.reason}")
+        return None
 
     def _nothing(self, pattern: str, near: list[Refusal]) -> None:
         why = Counter(near).most_common(1)[0][0] if near else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from optimus.core.backend import Backend
-from optimus.core.errors import BackendUnavailableError, PlanError
+from optimus.core.errors import PlanError
 from optimus.core.originals import KEEPS, Keep
 
 STOCK = "stock"
@@ -35,7 +34,7 @@ class Recipe:
         """The recipe of that name; ``overrides`` come before its own."""
         known = RECIPES.get(name)
         if known is None:
-            raise PlanError(f"no recipe is built as {name!r}; known are {', '.join(RECIPES)}")
+            raise PlanError(f"unknown recipe {name!r}; known are {', '.join(RECIPES)}")
         return replace(known, overrides=(*overrides, *known.overrides))
 
     def lossy_at(self, path: str, pattern: str) -> str:
@@ -47,31 +46,29 @@ class Recipe:
 # A router that errs sends a token to another expert: a jump, and not a drift.
 ROUTERS = (("*.gate", STOCK), ("*.router", STOCK), ("*.shared_expert_gate", STOCK))
 # Of a decoder's layers the head has the most to tell apart, and it is read once a token.
-HEADS = tuple((glob, "*.int8") for glob in ("*lm_head", "*embed_out", "*predictions.decoder"))
-USUAL = (*HEADS, *ROUTERS)
+HEADS = ("*lm_head", "*embed_out", "*predictions.decoder")
+USUAL = (*((glob, "*.int8") for glob in HEADS), *ROUTERS)
+# What 8 bits gain is in products of many rows, and of a prompt the head is asked for one.
+HEADLESS = (*((glob, STOCK) for glob in HEADS), *ROUTERS)
+# These need not fit anything: they are for whichever model has such a part.
+OPTIONAL = frozenset({*USUAL, *HEADLESS})
 
-RECIPES: dict[str, Recipe | None] = {
+RECIPES: dict[str, Recipe] = {
     "auto": Recipe("auto", (("*",),)),
     "bf16": Recipe("bf16", (("cpu.bf16",), ("*",))),
     "int8": Recipe("int8", (("*.int8",), ("*",)), overrides=ROUTERS),
     "int8-dynamic": Recipe("int8-dynamic", (("*.int8-dynamic",), ("*",)), overrides=ROUTERS),
     "int4": Recipe("int4", (("*.int4",), ("*",)), overrides=USUAL),
-    "fp8": None,
+    "fp8": Recipe("fp8", (("*.fp8",), ("*",)), overrides=HEADLESS),
 }
 
 
-def resolve_recipe(recipe: Recipe | str, backend: Backend, *, keep: Keep | None = None) -> Recipe:
+def resolve_recipe(recipe: Recipe | str, *, keep: Keep | None = None) -> Recipe:
     """The recipe of that name, with ``keep`` put in."""
     if keep is not None and keep not in KEEPS:
         raise PlanError(f"unknown keep {keep!r}; known are {', '.join(KEEPS)}")
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise PlanError(f"unknown recipe {recipe!r}; known are {', '.join(RECIPES)}")
-        built = RECIPES[recipe]
-        if built is None:
-            ready = ", ".join(name for name, one in RECIPES.items() if one)
-            raise BackendUnavailableError(
-                f"recipe {recipe!r} is not built yet for {backend.name}; built are {ready}."
-            )
-        recipe = built
+        recipe = RECIPES[recipe]
     return recipe if keep is None else replace(recipe, keep=keep)
