@@ -123,6 +123,8 @@ def detect(model: nn.Module) -> Backend:
     device = "cpu" if tensor is None else tensor.device.type
     if tensor is not None and device == "cuda":
         return _cuda(tensor.device)
+    if device == "xla":
+        return Backend("xla", device, features=frozenset({"int8-weights"}))
     return host() if device in ("cpu", "meta") else Backend(ALIASES.get(device, device), device)
 
 

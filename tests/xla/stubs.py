@@ -118,7 +118,7 @@ def main() -> None:
     libraries = [*folder.glob("*.so"), *torch.glob("_C*.so")]
     # It is loaded on demand only, by what compiles for CUDA.
     libraries = [one for one in libraries if one.name != "libcaffe2_nvrtc.so"]
-    names = needed(libraries) - {one.name for one in folder.iterdir()}
+    names = needed(libraries)
     symbols: dict[str, Symbols] = {name: {} for name in sorted(names)}
     for symbol, version in undefined(libraries).items():
         if name := owner(symbol, version, names):
