@@ -137,7 +137,9 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
         zoo.build(model_type, attention=attention, dtype=dtype).to(given.device) for _ in range(2)
     )
     free = dataclasses.replace(rule, gated=given.shipped)
-    only = Registry([Architecture(model_type=model_type, replacements=(free,)), linear.ARCHITECTURE])
+    only = Registry(
+        [Architecture(model_type=model_type, replacements=(free,)), linear.ARCHITECTURE]
+    )
     recipe = optimus.Recipe("one", ((rule.name, *["any.linear.packed"] * given.packed),))
     optimus.transform(mine, recipe, check=False, registry=only)
     claims = vars(mine)["_optimus_journal"].plan.claims

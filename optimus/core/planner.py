@@ -179,6 +179,12 @@ def _already_quantized(model: nn.Module) -> Refusal | None:
     return Refusal(f"the checkpoint is already quantized ({name}); load the one it was made of")
 
 
+def _is_usual(item: Replacement | Pass) -> bool:
+    """Whether who asks for everything gets it."""
+    named = not isinstance(item, Replacement) and item.by_name
+    return item.fidelity is not Fidelity.LOSSY and not named
+
+
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
     """For every parameter object: the modules that hold it, and its name in each."""
     owners: dict[int, dict[str, str]] = {}
@@ -249,7 +255,7 @@ class _Planner:
 
     def _find(self, pattern: str) -> list[Replacement | Pass]:
         found = self.registry.find(pattern)
-        return [i for i in found if pattern != "*" or i.fidelity is not Fidelity.LOSSY]
+        return [i for i in found if pattern != "*" or _is_usual(i)]
 
     def _passes(self, pattern: str, context: Context) -> Context:
         for item in self._find(pattern):

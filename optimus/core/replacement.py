@@ -232,11 +232,15 @@ class Architecture:
 
 
 class Pass(Protocol):
-    """A change to the whole model that a backend wants."""
+    """A change to the whole model that a backend wants.
+
+    ``by_name``: done only where a recipe names it, and not for a lone ``"*"``.
+    """
 
     name: str
     fidelity: Fidelity
     backends: frozenset[str]
+    by_name: bool
 
     def concerns(self, model: nn.Module) -> bool:
         """Whether the model is of its kind; of others the plan says nothing."""

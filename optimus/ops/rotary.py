@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 REAL = {torch.complex32: torch.half, torch.complex64: torch.float, torch.complex128: torch.double}
@@ -126,6 +126,8 @@ def respond(call: Call, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     ``call`` makes the same call of other arguments.
     """
+    if not any(isinstance(one, Pairs) for one in leaves((args, kwargs))):
+        return NotImplemented
     if name in ALIKE and _is_alike(name, args, kwargs):
         parts = [_part(part, (args, kwargs)) for part in ("real", "imag")]
         first, second = (call(*a, **k) for a, k in parts)
@@ -180,8 +182,16 @@ def _is_alike(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     if kwargs.get("out") is not None:
         return False
-    tensors = [one for one in every if isinstance(one, Tensor | torch.fx.Proxy)]
-    return not tensors or name in INDEXED
+    return name in INDEXED or not any(_is_tensor(one) for one in every)
+
+
+def value_of(node: fx.Node) -> Any:
+    """What a step of a graph makes, without its numbers."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value_of(value.node) if isinstance(value, fx.Proxy) else value, Tensor)
 
 
 def _alone(value: Any) -> bool:
@@ -299,8 +309,4 @@ RULES: dict[str, Rule] = {
     "sub": _difference,
     "view_as_real": lambda one: one.stacked(),
 }
-MAKERS: dict[Any, Rule] = {
-    torch.complex: Pairs,
-    torch.polar: polar,
-    torch.view_as_complex: split,
-}
+MAKERS: dict[Any, Rule] = {torch.polar: polar, torch.view_as_complex: split}

@@ -30,6 +30,7 @@ class Bfloat16:
     name = "cpu.bf16"
     fidelity = Fidelity.LOSSY
     backends = CPUS
+    by_name = False
 
     def concerns(self, model: nn.Module) -> bool:
         """Every model."""
