@@ -21,7 +21,7 @@ test-all: lint
 
 # The XLA suite on torch_xla's own CPU device, with the torch that torch_xla has a wheel for.
 test-xla: .venv-xla/ready
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .venv-xla/bin/python -m pytest -c tests/xla/pytest.ini
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .venv-xla/bin/python -m pytest -c tests/xla/pytest.ini tests/xla
 
 # Trains a small language model on the standard library's text once: minutes.
 accuracy: .venv/test

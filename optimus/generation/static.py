@@ -12,12 +12,14 @@ from optimus.core.errors import BucketError, PlanError
 from optimus.core.replacement import Mixin, reclassed
 from optimus.core.surgery import Surgeon
 from optimus.generation.buckets import Buckets
+from optimus.generation.lazy import moved
 from optimus.generation.loop import Call, Prompt, Stop
 from optimus.generation.runner import Runner
 from optimus.generation.slate import MOST_ENDS
 from optimus.generation.station import Station
 
 STATION = "_optimus_station"
+CPU = torch.device("cpu")
 # What of a call's inputs is understood; anything else goes to the model as transformers does it.
 KNOWN = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -43,7 +45,12 @@ class StaticGeneration(Mixin):
                     f"the prompt is empty: input_ids is {list(ids.shape)}. Give generate a token "
                     "at least, such as the one that begins a text."
                 )
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        if not (station_of(self).runner.lazy and isinstance(ids, Tensor)):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        # What transformers prepares depends on the prompt's length: a graph each, on the device.
+        named = {key: moved(value, CPU) for key, value in kwargs.items()}
+        found = super().generate(*moved(args, CPU), **named)  # type: ignore[misc]
+        return moved(found, ids.device)
 
     def _prepare_cache_for_generation(
         self, config: Any, model_kwargs: Any, mode: Any, *args: Any, **kwargs: Any

@@ -48,7 +48,9 @@ class Station:
             shapes, buckets = self._shapes, self.buckets
         # Of inference mode's tensors nothing could be written outside of it.
         with torch.inference_mode(mode=False):
-            return Slate(shapes, batch, buckets)
+            slate = Slate(shapes, batch, buckets)
+        self.runner.synchronise()
+        return slate
 
     def give(self, slate: Slate, window: int) -> None:
         """Back for others; ``window``: how much of it was written to."""

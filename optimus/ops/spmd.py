@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from optimus.core.errors import Refusal
 
-AXIS = "model"
+AXIS, DEVICE = "model", "xla"
 # Where a module keeps the split of its weight, for whoever stores the weight in another form.
 SPLIT = "_optimus_split"
 
@@ -46,8 +46,8 @@ def sharding(tensor: Tensor) -> str:
     return "" if found == "{replicated}" else found
 
 
-def shard(tensor: Tensor, dimension: int) -> None:
-    """Annotate in place: each device holds a part along ``dimension``."""
+def shard(tensor: Tensor, dimension: int | None) -> None:
+    """Annotate in place: each device holds a part along ``dimension``, or, for None, all of it."""
     import torch_xla.distributed.spmd as xs
 
     spec = tuple(AXIS if one == dimension else None for one in range(tensor.ndim))
@@ -87,4 +87,4 @@ class Split:
     def _held(module: nn.Module) -> list[tuple[str, Tensor]]:
         # A model that was moved to another device since has lost its shardings already.
         held = module.named_parameters(recurse=False)
-        return [(name, one.data) for name, one in held if one.device.type == "xla"]
+        return [(name, one) for name, one in held if one.device.type == DEVICE]

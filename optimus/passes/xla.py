@@ -1,4 +1,4 @@
-"""What XLA wants of the whole model: linear layers split over the devices, where there are many."""
+"""What XLA wants of the whole model: shapes that stay, and layers split over several devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from torch import nn
 from optimus.core.backend import Context, Mode, detect
 from optimus.core.errors import Refusal
 from optimus.core.originals import Keeper
+from optimus.core.paths import generates
 from optimus.core.replacement import Fidelity
 from optimus.core.surgery import Surgeon
+from optimus.generation.lazy import Lazy
 from optimus.ops.spmd import SPLIT, Split, devices, sharding, unfit_devices
+from optimus.passes._static import Static
 
+XLA = frozenset({"xla"})
 # Which dimension of a weight ``[out, in]`` each style of transformers' tp_plan splits.
 DIMENSIONS = {
     "colwise": 0,
@@ -35,7 +39,8 @@ class Sharding:
 
     name: str = "xla.sharding"
     fidelity: Fidelity = Fidelity.CLOSE
-    backends: frozenset[str] = frozenset({"xla"})
+    backends: frozenset[str] = XLA
+    by_name: bool = False
 
     def concerns(self, model: nn.Module) -> bool:
         """Models that are on XLA."""
@@ -80,4 +85,13 @@ def _splits(model: nn.Module) -> Iterator[tuple[nn.Module, Split]]:
             yield module, Split(dimension)
 
 
-PASSES = (Sharding(),)
+@dataclass(frozen=True, slots=True)
+class LazyStatic(Static):
+    """Generation in static shapes, of which plans for other hardware say nothing."""
+
+    def concerns(self, model: nn.Module) -> bool:
+        """Models that generate, on XLA."""
+        return generates(model) and detect(model).name in self.backends
+
+
+PASSES = (Sharding(), LazyStatic("static.xla", XLA, Lazy, by_name=False))
