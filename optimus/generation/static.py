@@ -12,14 +12,12 @@ from optimus.core.errors import BucketError, PlanError
 from optimus.core.replacement import Mixin, reclassed
 from optimus.core.surgery import Surgeon
 from optimus.generation.buckets import Buckets
-from optimus.generation.lazy import moved
 from optimus.generation.loop import Call, Prompt, Stop
 from optimus.generation.runner import Runner
 from optimus.generation.slate import MOST_ENDS
 from optimus.generation.station import Station
 
 STATION = "_optimus_station"
-CPU = torch.device("cpu")
 # What of a call's inputs is understood; anything else goes to the model as transformers does it.
 KNOWN = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -39,18 +37,17 @@ class StaticGeneration(Mixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers'; ``BucketError`` for an empty prompt and what no bucket holds."""
         ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs"))
-        if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.shape[1]:
-            if kwargs.get("inputs_embeds") is None:
-                raise BucketError(
-                    f"the prompt is empty: input_ids is {list(ids.shape)}. Give generate a token "
-                    "at least, such as the one that begins a text."
-                )
-        if not (station_of(self).runner.lazy and isinstance(ids, Tensor)):
+        empty = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.shape[1]
+        if empty and kwargs.get("inputs_embeds") is None:
+            raise BucketError(
+                f"the prompt is empty: input_ids is {list(ids.shape)}. Give generate a token at "
+                "least, such as the one that begins a text."
+            )
+        if not isinstance(ids, Tensor) or not station_of(self).runner.lazy:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
-        # What transformers prepares depends on the prompt's length: a graph each, on the device.
-        named = {key: moved(value, CPU) for key, value in kwargs.items()}
-        found = super().generate(*moved(args, CPU), **named)  # type: ignore[misc]
-        return moved(found, ids.device)
+        named = {name: _on_cpu(one) for name, one in kwargs.items()}
+        found = super().generate(*map(_on_cpu, args), **named)  # type: ignore[misc]
+        return found.to(ids.device) if isinstance(found, Tensor) else found
 
     def _prepare_cache_for_generation(
         self, config: Any, model_kwargs: Any, mode: Any, *args: Any, **kwargs: Any
@@ -67,7 +64,7 @@ class StaticGeneration(Mixin):
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        synced_gpus: bool = False,
+        synced_gpus: bool = False,  # noqa: FBT002  the host's signature
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
@@ -79,6 +76,10 @@ class StaticGeneration(Mixin):
                 return _run(self, station, *given, streamer, model_kwargs)
         station.say(why)
         return super()._sample(*given, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def station_of(model: Any) -> Station:
@@ -178,7 +179,7 @@ def _unfit(
         return "the cache is to be another, or none"
     if criteria.max_length is None or prompt + _new(criteria, prompt) - 1 > room:
         return f"the prompt of {prompt} and what is to be written exceed the room of {room} tokens"
-    if torch.is_autocast_enabled(ids.device.type):
+    if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
     return _unfit_tensors(ids, model_kwargs)
 
@@ -189,7 +190,8 @@ def _new(criteria: Any, prompt: int) -> int:
 
 def _unfit_tensors(ids: Tensor, model_kwargs: dict[str, Any]) -> str:
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is None or positions.ndim != 2 or positions.shape[1] != ids.shape[1]:
+    fitting = [(rows, ids.shape[1]) for rows in (1, len(ids))]
+    if positions is None or tuple(positions.shape) not in fitting:
         return "positions are not one a token"
     if mask is not None and mask.shape != ids.shape:
         return "the mask is not that of the prompt"

@@ -37,7 +37,7 @@ def _decode(graph: Graph, model: nn.Module, slate: Slate) -> Tensor:
     slate.finished.logical_or_(slate.ended())
     # A copy: the slot moves on while the cache still needs where it was.
     columns = slate.slot.clone()
-    slate.live.index_fill_(1, columns, True)
+    slate.live.index_copy_(1, columns, torch.ones_like(slate.token, dtype=torch.bool))
     logits = _logits(graph, model, slate, columns, slate.token, slate.position)
     slate.slot.add_(1)
     slate.position.add_(1)
