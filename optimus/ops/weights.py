@@ -46,7 +46,7 @@ def product_on(device: torch.device, name: str) -> bool:
 
 
 def unfit(weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> Refusal | None:
-    """What no layout takes: other dtypes and shapes, nothing at all, and numbers without a scale."""
+    """What no layout takes: other dtypes and shapes, nothing, and numbers without a scale."""
     if weight.ndim != 2:
         return Refusal(f"weight has {weight.ndim} dimensions")
     if weight.dtype not in dtypes:
@@ -106,10 +106,10 @@ class Int8Weight:
 
 @dataclass(eq=False)
 class Int4Weight:
-    """``codes [out / 8, in / 128, 32, 4]`` int32, ``scales [in / group, out, 2]`` bf16: scale, zero.
+    """``codes [out / 8, in / 128, 32, 4]`` int32, ``scales [in / group, out, 2]`` bf16.
 
-    A number is ``(code - 8) * scale + zero``; ours are symmetric, with the codes of the CPU's own
-    4 bits. bf16 alone.
+    A number is ``(code - 8) * scale + zero``, in pairs of those two; ours are symmetric,
+    with the codes of the CPU's own 4 bits. bf16 alone.
     """
 
     codes: Tensor

@@ -19,6 +19,7 @@ from optimus.replacements._linear import PLAIN, out_of_reach, too_small
 from optimus.replacements._quantized import Quantized, upright
 from optimus.replacements._rounding import Rounding
 
+
 class TiledWeight(Rounding[Any]):
     """``weight`` of a linear layer in one of the layouts."""
 

@@ -179,7 +179,7 @@ class Rounding(Generic[C]):
         """The original under its stock key."""
         with LOCK:
             if self.slot in vars(module) and self.state(module).original is not None:
-                # A checkpoint is written from the host: all originals at once may not fit elsewhere.
+                # Written from the host: all originals at once may not fit elsewhere.
                 state[prefix + self.key] = self.stock(module, home=False).detach()
 
     def move(self, module: nn.Module, fn: Any) -> None:

@@ -81,9 +81,7 @@ class Packs(Mixin):
             return None
         return Ragged(real)
 
-    def _pieces(
-        self, ragged: Ragged, *, causal: bool = False
-    ) -> Iterator[tuple[slice, Sequences]]:
+    def _pieces(self, ragged: Ragged, *, causal: bool = False) -> Iterator[tuple[slice, Sequences]]:
         """How much goes through the model at a time; all of it where it is no cache that counts."""
         everything = max(1, sum(ragged.lengths))
         most = MOST_TOKENS if ragged.index.device.type == "cpu" else everything
@@ -163,7 +161,8 @@ def unfit_kernel(site: Site, context: Context) -> Refusal | None:
     if backend.name in CPUS:
         return None
     if "packed-attention" not in backend.features:
-        return Refusal("this torch, or this GPU, has no attention over packed sequences", True)
+        why = "this torch, or this GPU, has no attention over packed sequences"
+        return Refusal(why, hardware=True)
     if context.dtype not in HALVES:
         found = str(context.dtype).removeprefix("torch.")
         return Refusal(f"attention over packed sequences is for bf16 and fp16, not {found}")
