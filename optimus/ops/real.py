@@ -20,7 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export.exported_program import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+)
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves
 
@@ -77,24 +81,21 @@ def real(program: ExportedProgram) -> ExportedProgram:
     table that is exchanged in the state dict is not. ``ComplexError`` where a step, an input or an
     output has no real form.
     """
-    module = copy.deepcopy(program.graph_module)
-    if not complex_steps(module):
+    if not complex_steps(program.graph_module):
         return program
-    constants, specs, tables = dict(program.constants), [], []
+    module = _copied(program.graph_module)
+    constants, specs, tables = dict(program.constants), [], set()
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
+        specs.append(_real_spec(spec) if is_complex(node) else spec)
         if is_complex(node):
-            table = _table(program, spec)
+            constants[str(specs[-1].target)] = _table(program, spec)
             constants.pop(str(spec.target), None)
-            spec = InputSpec(
-                InputKind.CONSTANT_TENSOR, TensorArgument(node.name), f"{spec.target}_real"
-            )
-            constants[str(spec.target)] = table
-            tables.append(node)
-        specs.append(spec)
-    _Rewriting(module, set(tables)).run()
-    signature = copy.deepcopy(program.graph_signature)
-    signature.input_specs = specs
+            tables.add(node)
+    renamed = _Rewriting(module, tables).run()
+    signature = ExportGraphSignature(specs, copy.deepcopy(program.graph_signature.output_specs))
+    for old, new in renamed.items():
+        signature.replace_all_uses(old, new)
     return ExportedProgram(
         root=module,
         graph=module.graph,
@@ -106,6 +107,10 @@ def real(program: ExportedProgram) -> ExportedProgram:
         constants=constants,
         verifiers=program.verifiers,
     )
+
+
+def _real_spec(spec: InputSpec) -> InputSpec:
+    return InputSpec(InputKind.CONSTANT_TENSOR, spec.arg, f"{spec.target}_real")
 
 
 def _table(program: ExportedProgram, spec: InputSpec) -> Tensor:
@@ -123,11 +128,7 @@ def real_backend(inner: str | Backend = "inductor") -> Backend:
     """A backend for ``torch.compile`` that hands graphs without complex steps to ``inner``.
 
     Complex inputs, buffers among them, and complex outputs are read as real ones on the way in and
-    out, outside the graph.
-
-    >>> compiled = torch.compile(lambda z: torch.view_as_real(z * z), backend=real_backend("eager"))
-    >>> compiled(torch.tensor([1 + 2j]))
-    tensor([[-3.,  4.]])
+    out, outside the graph: ``torch.compile(model, backend=real_backend())``.
     """
 
     def backend(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -147,9 +148,7 @@ def real_backend(inner: str | Backend = "inductor") -> Backend:
 
 def _realized(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[int]]:
     """A copy of a compiler's graph without complex steps, and which inputs and outputs were."""
-    # The parameters that a graph holds are the model's own, and must stay so.
-    memo = {id(tensor): tensor for tensor in _held(module)}
-    module = copy.deepcopy(module, memo)
+    module = _copied(module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     entries = [index for index, node in enumerate(inputs) if is_complex(node)]
     rewriting = _Rewriting(module, {inputs[index] for index in entries})
@@ -158,10 +157,15 @@ def _realized(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[i
     return module, entries, rewriting.exits
 
 
-def _held(module: fx.GraphModule) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-    yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same parameters under a graph of its own: an attempt may fail half way."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        known[node] = graph.node_copy(node, lambda one: known[one])
+    twin = fx.GraphModule(module, graph)
+    twin.meta.update(module.meta)
+    return twin
 
 
 def _as_real(inputs: Any, entries: list[int]) -> list[Any]:
@@ -219,9 +223,13 @@ class _Rewriting:
         self.pairs: dict[fx.Node, Pairs] = {}
         self.gone: list[fx.Node] = []
         self.exits: list[int] = []
+        self.renamed: dict[str, str] = {}
 
-    def run(self) -> None:
-        """Replace every complex step, or raise ``ComplexError`` with the graph half done."""
+    def run(self) -> dict[str, str]:
+        """Replace every complex step, or raise ``ComplexError`` with the graph half done.
+
+        What real values that were replaced are called now, by their old names.
+        """
         self._demand_no_writes()
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
@@ -232,7 +240,10 @@ class _Rewriting:
                 self._replace(node)
         for node in reversed(self.gone):
             self.graph.erase_node(node)
+        for node in complex_steps(self.module):
+            raise self._unknown(node)
         self.graph.lint()
+        return self.renamed
 
     def _enter(self, node: fx.Node) -> None:
         if node not in self.tables:
@@ -269,6 +280,7 @@ class _Rewriting:
             self.pairs[node] = found
         else:
             node.replace_all_uses_with(found.node)
+            self.renamed[node.name] = found.node.name
         self.gone.append(node)
 
     def _respond(self, node: fx.Node, name: str) -> Any:

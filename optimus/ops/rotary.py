@@ -91,12 +91,15 @@ class Pairs:
     __rmul__ = __mul__
 
     def __add__(self, other: Any) -> Any:
-        return _sum(self, other)
+        return _answer(torch.add, "add", (self, other), {})
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return _difference(self, other)
+        return _answer(torch.sub, "sub", (self, other), {})
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
 
     def __truediv__(self, other: Any) -> Any:
         return _answer(torch.div, "div", (self, other), {})
@@ -106,7 +109,11 @@ class Reals(TorchFunctionMode):
     """While active, what would make a complex tensor of real ones makes ``Pairs``."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in MAKERS:
@@ -194,10 +201,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value_of(value.node) if isinstance(value, fx.Proxy) else value, Tensor)
 
 
-def _alone(value: Any) -> bool:
-    return not isinstance(value, Pairs | complex)
-
-
 def _product(one: Any, other: Any) -> Any:
     if isinstance(one, Pairs) and isinstance(other, Pairs | complex):
         a, b, c, d = one.real, one.imag, other.real, other.imag
@@ -212,9 +215,7 @@ def _product(one: Any, other: Any) -> Any:
 def _sum(one: Any, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(one, Pairs):
         one, other = other, one
-        if alpha != 1:
-            return NotImplemented
-    if not isinstance(other, Pairs | complex) or alpha != 1:
+    if alpha != 1 or not isinstance(other, Pairs | complex | float | int):
         return NotImplemented
     return Pairs(one.real + other.real, one.imag + other.imag)
 
@@ -226,7 +227,8 @@ def _difference(one: Any, other: Any, *, alpha: float = 1) -> Any:
 
 
 def _quotient(one: Any, other: Any, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(one, Pairs) or not _alone(other) or _is_complex_tensor(other):
+    divisible = not isinstance(other, Pairs | complex) and not _is_complex_tensor(other)
+    if kwargs or not isinstance(one, Pairs) or not divisible:
         return NotImplemented
     return Pairs(one.real / other, one.imag / other)
 
@@ -253,7 +255,6 @@ def polar(abs: Any, angle: Any) -> Pairs:
 SYNONYMS = {
     "_conj": "conj",
     "_to_copy": "to",
-    "imul": "imul",
     "multiply": "mul",
     "negative": "neg",
     "rmul": "mul",
@@ -264,35 +265,39 @@ SYNONYMS = {
 CASTS = frozenset({"to"})
 INDEXED = frozenset({"getitem", "index", "index_select"})
 # What does to a complex tensor as it does to its parts.
-ALIKE = CASTS | INDEXED | {
-    "_unsafe_view",
-    "alias",
-    "cat",
-    "clone",
-    "contiguous",
-    "cpu",
-    "cuda",
-    "detach",
-    "expand",
-    "expand_as",
-    "flatten",
-    "lift_fresh_copy",
-    "movedim",
-    "narrow",
-    "permute",
-    "repeat",
-    "reshape",
-    "select",
-    "slice",
-    "squeeze",
-    "stack",
-    "sum",
-    "transpose",
-    "unflatten",
-    "unsqueeze",
-    "view",
-    "view_as",
-}
+ALIKE = (
+    CASTS
+    | INDEXED
+    | {
+        "_unsafe_view",
+        "alias",
+        "cat",
+        "clone",
+        "contiguous",
+        "cpu",
+        "cuda",
+        "detach",
+        "expand",
+        "expand_as",
+        "flatten",
+        "lift_fresh_copy",
+        "movedim",
+        "narrow",
+        "permute",
+        "repeat",
+        "reshape",
+        "select",
+        "slice",
+        "squeeze",
+        "stack",
+        "sum",
+        "transpose",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+    }
+)
 SIZES = frozenset({"dim", "numel", "size", "sym_numel", "sym_size"})
 RULES: dict[str, Rule] = {
     "add": _sum,

@@ -27,6 +27,9 @@ from optimus.replacements._families import targets
 # Devices that have few complex operators, compiled or not.
 WITHOUT_COMPLEX = frozenset({"hpu", "xla"})
 COMPILED = frozenset({Mode.COMPILE, Mode.EXPORT})
+# Two layers 1,024 wide, fp32, one thread, AVX-512, alternated; prompts of 64 and 512 tokens take
+# 0.95x to 1.01x. Nothing was measured on other devices.
+UNCOMPILED = "for compilers and exporters; uncompiled on a CPU it takes one token 0.83x to 0.97x"
 # By which names attention is handed its table.
 TABLES = ("position_embeddings", "freqs_ci")
 PLACE = "_optimus_table"
@@ -74,7 +77,7 @@ class RealRotary(Mixin):
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
         if context.backend.name in WITHOUT_COMPLEX or context.mode in COMPILED:
             return None
-        return Refusal("complex is faster uncompiled")
+        return Refusal(UNCOMPILED)
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
