@@ -21,7 +21,7 @@ from optimus.core.backend import launch
 from optimus.core.errors import BackendUnavailableError
 from optimus.core.planner import JOURNAL
 from optimus.generation import Buckets, compilations, warm_up, xla_cache
-from optimus.generation.lazy import CACHE, Lazy, compiled, moved
+from optimus.generation.lazy import CACHE, compiled
 from optimus.ops import spmd
 from optimus.ops.spmd import Split
 from optimus.passes.xla import Sharding
@@ -146,9 +146,15 @@ def test_layers_are_split(double: Double, stock: LlamaForCausalLM) -> None:
     model = optimus.transform(copy.deepcopy(stock), backend=XLA)
     layer = model.model.layers[0]
     rows, columns = (None, "model"), ("model", None)
-    specs = [double.shardings.get(one.weight.data_ptr()) for one in (
-        layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.down_proj, model.lm_head
-    )]
+    specs = [
+        double.shardings.get(one.weight.data_ptr())
+        for one in (
+            layer.self_attn.q_proj,
+            layer.self_attn.o_proj,
+            layer.mlp.down_proj,
+            model.lm_head,
+        )
+    ]
     assert specs == [columns, rows, rows, columns]
     assert vars(model)[JOURNAL].plan.passes == ("xla.sharding", "static.xla")
     optimus.reverse(model)
@@ -242,19 +248,7 @@ def test_programs_are_counted(double: Double, stock: LlamaForCausalLM) -> None:
     assert compilations(model) == double.programs - 5 > 0
 
 
-def test_inputs_are_prepared_on_the_host() -> None:
-    """Tensors, also of tuples and outputs of transformers; nothing else is touched."""
-    meta, other = torch.device("meta"), object()
-    given = {"sequences": torch.ones(2), "scores": (torch.ones(1),), "past_key_values": other}
-    found = moved(dict(given), meta)
-    assert (found["sequences"].device, found["scores"][0].device) == (meta, meta)
-    assert found["past_key_values"] is other
-    assert Lazy.lazy
-
-
-def test_programs_are_kept(
-    double: Double, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_kept(double: Double, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder for each torch_xla; once computed, it is too late for another."""
     monkeypatch.delenv(CACHE, raising=False)
     place = xla_cache(tmp_path)

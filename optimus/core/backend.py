@@ -162,8 +162,8 @@ def is_available(name: str) -> bool:
 def launch(device: torch.device) -> None:
     """Have a lazy device compute all that was asked of it so far, as one graph.
 
-    XLA records calls and compiles what it has recorded whenever somebody looks at a number: looked
-    at one by one, the outputs of one forward are as many graphs. Other devices have nothing waiting.
+    XLA records calls, and compiles what is recorded whenever somebody looks at a number: looked
+    at one by one, the outputs of one forward are as many graphs. On others nothing is waiting.
     """
     if device.type in LAZY:
         import torch_xla

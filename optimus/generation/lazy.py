@@ -7,10 +7,9 @@ be another graph. Source: docs/source/learn/pytorch-on-xla-devices.md of pytorch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +48,18 @@ class Lazy:
         """Compiled at the first call."""
 
         def run(model: nn.Module, slate: Slate) -> Tensor:
-            self.synchronise()
+            self.synchronise(slate)
             with self._counted():
                 logits = compute(graph, model, slate)
-                _pin(slate)
-                launch(DEVICE)
+                _launch(slate)
             return logits
 
         return run
 
-    def synchronise(self) -> None:
+    def synchronise(self, slate: Slate) -> None:
         """Launch what is pending; the device may still be at it."""
         with self._counted():
-            launch(DEVICE)
+            _launch(slate)
 
     def forget(self, slate: Slate) -> None:
         """Graphs take any slate of their shape."""
@@ -73,31 +71,17 @@ class Lazy:
         self.compilations += compiled() - before
 
 
-def _pin(slate: Slate) -> None:
-    """Several devices: heads are split over them, if they can be, and all else is everywhere.
+def _launch(slate: Slate) -> None:
+    """On several devices heads are split over them, if they can be, and all else is everywhere.
 
     A program lays out what it writes as it likes, and the next one to read that would be another.
     """
-    if unfit_devices() is not None:
-        return
-    for one in (*slate.keys, *slate.values):
-        shard(one, 1 if one.shape[1] % devices() == 0 else None)
-    for one in slate.state():
-        shard(one, None)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """Tensors, those of tuples and those of an output of transformers on ``device``; all else as it
-    is, and a cache where it is.
-    """
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(moved(one, device) for one in value)
-    if isinstance(value, MutableMapping):
-        for key in value:
-            value[key] = moved(value[key], device)
-    return value
+    if unfit_devices() is None:
+        for one in (*slate.keys, *slate.values):
+            shard(one, 1 if one.shape[1] % devices() == 0 else None)
+        for one in slate.state():
+            shard(one, None)
+    launch(DEVICE)
 
 
 def xla_cache(folder: str | Path) -> Path:
@@ -113,6 +97,7 @@ def xla_cache(folder: str | Path) -> Path:
     import torch_xla.runtime as runtime
 
     place = Path(folder).expanduser().resolve() / f"torch_xla-{torch_xla.__version__}"
+    place.mkdir(parents=True, exist_ok=True)
     if os.environ.get(CACHE) == str(place):
         return place
     if torch_xla._XLAC._xla_computation_cache_is_initialized():
@@ -120,6 +105,5 @@ def xla_cache(folder: str | Path) -> Path:
             "XLA has computed in this process, or keeps its programs elsewhere, and reads where to "
             "keep them once. Call xla_cache before anything is computed on the device."
         )
-    place.mkdir(parents=True, exist_ok=True)
     runtime.initialize_cache(str(place))
     return place

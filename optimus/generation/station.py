@@ -49,13 +49,13 @@ class Station:
         # Of inference mode's tensors nothing could be written outside of it.
         with torch.inference_mode(mode=False):
             slate = Slate(shapes, batch, buckets)
-        self.runner.synchronise()
+        self.runner.synchronise(slate)
         return slate
 
     def give(self, slate: Slate, window: int) -> None:
         """Back for others; ``window``: how much of it was written to."""
         slate.clear(window)
-        self.runner.synchronise()
+        self.runner.synchronise(slate)
         with self._lock:
             if (slate.shapes, slate.buckets) == (self._shapes, self.buckets):
                 self._free.append(slate)

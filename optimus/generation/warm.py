@@ -32,8 +32,9 @@ def warm_up(
     for done, graph in enumerate(graphs):
         if progress is not None:
             progress(done, len(graphs), graph.name)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            _rehearse(root, station, graph)
+        _rehearse(root, station, graph)
+    if station.runner.lazy:
+        _settle(root, station, graphs)
     if progress is not None:
         progress(len(graphs), len(graphs), "ready")
     station.runs.clear()
@@ -41,6 +42,19 @@ def warm_up(
     return len(graphs)
 
 
+def _settle(model: nn.Module, station: Station, graphs: list[Graph]) -> None:
+    """Again, until a round compiles nothing: how a lazy device lays out what it computes, and so
+    what it compiles, may depend on what it did before.
+    """
+    before = -1
+    while before != station.runner.compilations:
+        before = station.runner.compilations
+        for graph in graphs:
+            _rehearse(model, station, graph)
+
+
+@torch.inference_mode(mode=False)
+@torch.no_grad()
 def _rehearse(model: nn.Module, station: Station, graph: Graph) -> None:
     """A call of which the last graph is this one, with all that is done around it."""
     slate = station.take(model, graph.batch)

@@ -7,7 +7,6 @@ docs/source/perf/spmd_basic.md of pytorch/xla.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from optimus.core.errors import Refusal
