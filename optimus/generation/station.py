@@ -52,6 +52,12 @@ class Station:
         self.runner.synchronise(slate)
         return slate
 
+    def open(self, slate: Slate, rows: int, ends: list[int], pad: int) -> None:
+        """As ``Slate.open``, and done before anything else: a lazy device would compile it with the
+        first section of a prompt, and the others without."""
+        slate.open(rows, ends, pad)
+        self.runner.synchronise(slate)
+
     def give(self, slate: Slate, window: int) -> None:
         """Back for others; ``window``: how much of it was written to."""
         slate.clear(window)

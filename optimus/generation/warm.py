@@ -33,8 +33,6 @@ def warm_up(
         if progress is not None:
             progress(done, len(graphs), graph.name)
         _rehearse(root, station, graph)
-    if station.runner.lazy:
-        _settle(root, station, graphs)
     if progress is not None:
         progress(len(graphs), len(graphs), "ready")
     station.runs.clear()
@@ -42,23 +40,12 @@ def warm_up(
     return len(graphs)
 
 
-def _settle(model: nn.Module, station: Station, graphs: list[Graph]) -> None:
-    """Again, until a round compiles nothing: how a lazy device lays out what it computes, and so
-    what it compiles, may depend on what it did before.
-    """
-    before = -1
-    while before != station.runner.compilations:
-        before = station.runner.compilations
-        for graph in graphs:
-            _rehearse(model, station, graph)
-
-
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def _rehearse(model: nn.Module, station: Station, graph: Graph) -> None:
     """A call of which the last graph is this one, with all that is done around it."""
     slate = station.take(model, graph.batch)
-    slate.open(graph.batch, [], 0)
+    station.open(slate, graph.batch, [], 0)
     if graph.kind == "prefill":
         ids = torch.zeros(graph.batch, graph.length, dtype=torch.long)
         slate.load(graph.length, ids, ids, ids == 0)
@@ -66,6 +53,8 @@ def _rehearse(model: nn.Module, station: Station, graph: Graph) -> None:
     slate.is_done()
     slate.written()
     slate.put(torch.zeros(graph.batch, dtype=torch.long))
+    # By itself, as before a decode: a lazy device would compile it with what comes next.
+    station.runner.synchronise(slate)
     station.give(slate, graph.window)
 
 

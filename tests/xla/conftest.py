@@ -46,8 +46,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def stock():
-    """A small llama on the CPU."""
-    return llama(hidden_size=64, intermediate_size=128)
+    """A small llama on the CPU, with weights large enough that its tokens differ."""
+    return llama(hidden_size=64, intermediate_size=128, initializer_range=0.3)
 
 
 @pytest.fixture(scope="session")
