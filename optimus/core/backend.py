@@ -166,9 +166,7 @@ def launch(device: torch.device) -> None:
     at one by one, the outputs of one forward are as many graphs. On others nothing is waiting.
     """
     if device.type in LAZY:
-        import torch_xla
-
-        torch_xla.sync()
+        importlib.import_module("torch_xla").sync()
 
 
 def resolve(backend: str | Backend | None, model: nn.Module) -> Backend:

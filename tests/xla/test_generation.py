@@ -10,7 +10,7 @@ import optimus
 from optimus.generation import Buckets, compilations, runs, warm_up
 
 BUCKETS = Buckets(lengths=(64, 128), batches=(1, 2), room=512)
-PROMPTS, LONGEST, NEW = 60, 480, 8
+PROMPTS, LONGEST, NEW, FEW = 60, 480, 8, 5
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +61,16 @@ def test_stock_beside_it(stock, moved, compiled, report):
     model, prompt = moved(stock), next(_prompts())
     ids, cache, before = prompt["input_ids"].to("xla"), DynamicCache(config=stock.config), 0
     found = []
-    for step in range(NEW):
+    for step in range(FEW):
         if step == 1:
             before = compiled()
         token = model(input_ids=ids, past_key_values=cache).logits[:, -1].argmax(-1)
         found.append(int(token))
         ids = token[:, None]
     new = compiled() - before
-    report(f"stock-style decoding: 1 prompt, {NEW - 1} tokens behind it, {new} programs compiled")
-    assert found == _greedy(stock, prompt)[0, -NEW:].tolist()
-    assert new >= NEW - 1
+    report(f"stock-style decoding: 1 prompt, {FEW - 1} tokens behind it, {new} programs compiled")
+    assert found == _greedy(stock, prompt)[0, -NEW:].tolist()[:FEW]
+    assert new >= FEW - 1
 
 
 def test_ends_of_text(stock, ready, compiled):
