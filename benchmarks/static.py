@@ -27,7 +27,6 @@ FACTORY = "benchmarks.static:Runner"
 STAGES: dict[str, list[list[str]]] = {
     "stock": [],
     "auto": [["*"]],
-    "static.eager": [["static.eager"]],
     "static.inductor": [["static.inductor"]],
     "static.inductor, auto": [["static.inductor"], ["*"]],
 }

@@ -6,126 +6,39 @@ import copy
 import functools
 import math
 import threading
-import warnings
 from typing import Any
 
+import laws
 import pytest
 import torch
-import transformers
+import zoo
+from models import case
 from snapshots import snapshot
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from still import CONFIGS, FEW, build, generate, pair, prompts, registry, same, static
+from torch import Tensor
 from transformers.generation import (
-    BaseStreamer,
     LogitsProcessorList,
-    MaxTimeCriteria,
-    StoppingCriteriaList,
 )
 
 import optimus
-from optimus.core.backend import CPUS
-from optimus.core.errors import BackendUnavailableError, BucketError, NothingToDoError, PlanError
-from optimus.core.registry import Registry
+from optimus.cli.progress import Steps
 from optimus.generation import Buckets, Graph, compilations, runs, warm_up
 from optimus.generation.runner import Compiled, Eager
-from optimus.passes._static import Static
+from optimus.passes._static import unfit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GPT = {"vocab_size": 99, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**SMALL),
-    "qwen3": lambda: transformers.Qwen3Config(**SMALL),
-    "gpt2": lambda: transformers.GPT2Config(**GPT, bos_token_id=1, eos_token_id=None),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
-    "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**SMALL, "head_dim": None, "num_key_value_heads": 6},
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=8,
-        moe_intermediate_size=16,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-    ),
-}
-FEW = Buckets(lengths=(16, 32), batches=(1, 4), room=128)
-
-
-def build(family: str = "llama", **changes: Any) -> Any:
-    """A tiny model with weights large enough that its tokens differ."""
-    torch.manual_seed(0)
-    config = CONFIGS[family]()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8)
-    model.generation_config.pad_token_id = 0
-    return model.eval()
-
-
-def registry(make: Any) -> Registry:
-    """What is installed, and ``static.test`` on a runner of the test's."""
-    known = Registry.installed()
-    return Registry(known.architectures, (*known.passes, Static("static.test", CPUS, make)))
-
-
-def static(model: Any, buckets: Buckets = FEW, make: Any = Eager, *more: str) -> Any:
-    """The model in static shapes, warmed up."""
-    recipe = optimus.Recipe("static", (("static.test",), *((name,) for name in more)))
-    optimus.transform(model, recipe, registry=registry(make), check=False)
-    warm_up(model, buckets)
-    return model
-
-
-def pair(family: str = "llama", *given: Any, **changes: Any) -> tuple[Any, Any]:
-    """Stock, and its twin in static shapes."""
-    stock = build(family, **changes)
-    return stock, static(copy.deepcopy(stock), *given)
-
-
-def prompts(count: int, longest: int, rows: int = 1, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Prompts of random lengths; with several rows, every other is padded on the left."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = functools.partial(torch.randint, generator=generator)
-    found = []
-    for number in range(count):
-        length, batch = int(draw(1, longest + 1, ())), int(draw(1, rows + 1, ()))
-        ids = draw(1, 99, (batch, length))
-        begins = draw(0, length, (batch, 1)) * (number % 2)
-        begins[0] = 0
-        mask = (torch.arange(length) >= begins).long()
-        found.append({"input_ids": ids * mask, "attention_mask": mask})
-    return found
-
-
-def generate(model: Any, given: dict[str, Tensor], new: int = 16, **options: Any) -> Any:
-    """Greedy unless told otherwise, from a seed, without a warning."""
-    torch.manual_seed(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return model.generate(**given, **{"max_new_tokens": new, "do_sample": False, **options})
+LAWS = (
+    laws.keys,
+    laws.loading,
+    laws.returning,
+    laws.idempotence,
+    laws.independence,
+    laws.neighbours,
+    laws.company,
+    laws.accelerate_hooks,
+    laws.tying,
+)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -138,142 +51,6 @@ def test_same_tokens(family: str) -> None:
         mine = static(copy.deepcopy(stock), FEW, Eager, *more)
         assert all(torch.equal(generate(mine, a), b) for a, b in zip(every, expected, strict=True))
         assert compilations(mine) == 0
-
-
-def same(stock: Any, mine: Any, given: list[dict[str, Tensor]], **options: Any) -> None:
-    """Both write the same tokens."""
-    for one in given:
-        assert torch.equal(generate(mine, one, **options), generate(stock, one, **options))
-
-
-def refuse_seven(ids: Tensor, scores: Tensor) -> Tensor:
-    """A processor of the user's."""
-    return scores.index_fill(1, torch.tensor([7]), -math.inf)
-
-
-def stop_at_nines(ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-    """A criterion of the user's."""
-    return ids[:, -1] % 9 == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"eos_token_id": 5},
-        {"eos_token_id": [5, 6, 7, 8, 9, 10, 11, 12], "min_new_tokens": 5},
-        {"eos_token_id": list(range(3, 60))},
-        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
-        {"do_sample": True, "top_k": 20, "temperature": 0.7},
-        {"do_sample": True, "num_return_sequences": 2},
-        {"max_new_tokens": None, "max_length": 80},
-        {"max_new_tokens": 1},
-        {"logits_processor": LogitsProcessorList([refuse_seven])},
-        {"stopping_criteria": StoppingCriteriaList([stop_at_nines]), "eos_token_id": 5},
-        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(60.0)])},
-    ],
-    ids=str,
-)
-def test_ways_to_generate(options: dict[str, Any]) -> None:
-    """Ends, processors, samples and criteria are transformers', and the shapes stay."""
-    stock, mine = pair()
-    same(stock, mine, prompts(4, 60, rows=2, seed=1), **options)
-    assert sum(runs(mine).values()) > 0
-    assert compilations(mine) == 0
-
-
-class Kept(BaseStreamer):
-    """Every token that it is given."""
-
-    def __init__(self) -> None:
-        self.tokens: list[list[int]] = []
-
-    def put(self, value: Tensor) -> None:
-        """One step's."""
-        self.tokens.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        """After the last."""
-        self.tokens.append([])
-
-
-def test_streams() -> None:
-    """A streamer sees what it would of stock."""
-    seen = []
-    for model in pair():
-        seen.append(Kept())
-        generate(model, prompts(1, 30)[0], streamer=seen[-1], eos_token_id=5)
-    assert seen[0].tokens == seen[1].tokens
-
-
-def test_where_a_call_happens() -> None:
-    """In inference mode, with a mask of ones, without a mask and with positions of one's own."""
-    stock, mine = pair()
-    ids = prompts(1, 40)[0]["input_ids"]
-    with torch.inference_mode():
-        same(stock, mine, [{"input_ids": ids.clone()}])
-    same(stock, mine, [{"inputs": ids}, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
-    positions = torch.arange(3, 3 + ids.shape[1])[None]
-    same(stock, mine, [{"input_ids": ids, "position_ids": positions}])
-    assert torch.equal(mine.generate(ids, max_new_tokens=3), stock.generate(ids, max_new_tokens=3))
-
-
-def falls_back(stock: Any, mine: Any, why: str, **options: Any) -> None:
-    """The answer is stock's, and a warning says so, once."""
-    given = {**prompts(1, 30)[0], "max_new_tokens": 8, "do_sample": False, **options}
-    expected = stock.generate(**copy.deepcopy(given))
-    with pytest.warns(UserWarning, match=why):
-        found = mine.generate(**copy.deepcopy(given))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = mine.generate(**copy.deepcopy(given))
-    for one in (found, again):
-        tokens = getattr(one, "sequences", one)
-        assert torch.equal(tokens, getattr(expected, "sequences", expected))
-    assert not runs(mine)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"num_beams": 3}, "not for beam search"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate"),
-        ({"use_cache": False}, "the cache is to be another"),
-        ({"cache_implementation": "static", "disable_compile": True}, "cache_implementation"),
-        ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
-        ({"max_new_tokens": 120}, "exceed the room"),
-    ],
-    ids=str,
-)
-def test_falls_back(options: dict[str, Any], why: str) -> None:
-    """What static shapes do not do, transformers does."""
-    falls_back(*pair(), why, **options)
-
-
-def test_falls_back_to_drafts_and_embeddings_and_caches() -> None:
-    """So do calls that bring something along."""
-    stock, mine = pair()
-    falls_back(stock, mine, "not for assisted generation", assistant_model=build())
-    cache = DynamicCache(config=stock.config)
-    falls_back(stock, mine, "the cache is to be another", past_key_values=cache)
-    embeds = torch.randn(1, 5, 48)
-    falls_back(
-        stock,
-        mine,
-        "inputs_embeds was given",
-        input_ids=None,
-        inputs_embeds=embeds,
-        attention_mask=torch.ones(1, 5),
-    )
-    for model in (stock, mine):
-        model.train()
-    falls_back(stock, mine, "training mode")
-
-
-def test_falls_back_under_autocast() -> None:
-    """Which computes in another dtype than the cache is of."""
-    stock, mine = pair()
-    with torch.autocast("cpu", torch.bfloat16):
-        falls_back(stock, mine, "autocast is on")
 
 
 def test_nothing_is_compiled_after_the_warm_up() -> None:
@@ -291,8 +68,8 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
 def test_what_is_not_warmed_up_is_counted() -> None:
     """And made when it is met."""
     mine = build()
-    recipe = optimus.Recipe("static", (("static.eager",),))
-    optimus.transform(mine, recipe, check=False)
+    recipe = optimus.Recipe("one", (("static.test",),))
+    optimus.transform(mine, recipe, registry=registry(Eager), check=False)
     generate(mine, prompts(1, 1)[0], new=4)
     assert compilations(mine) == 2
     assert runs(mine) == {Graph("prefill", 1, 128, 128): 1, Graph("decode", 1, 1, 128): 3}
@@ -323,6 +100,28 @@ def test_two_hundred_prompts_by_inductor() -> None:
     assert compilations(mine) == 0
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", zoo.model_types())
+def test_every_decoder(model_type: str) -> None:
+    """Of every type that writes words: stock's tokens in static shapes, or a reason why not."""
+    stock = decoder(model_type)
+    if stock is None or unfit(stock):
+        return
+    mine = static(copy.deepcopy(stock), Buckets(lengths=(8, 16), batches=(4,), room=64))
+    same(stock, mine, prompts(4, 30, rows=4), new=8)
+    assert compilations(mine) == 0
+
+
+def decoder(model_type: str) -> Any:
+    """A tiny model under a head that makes words; None where the type has none."""
+    try:
+        model: Any = zoo.build(model_type, head="AutoModelForCausalLM")
+    except (ImportError, ValueError):
+        return None
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
 def test_many_prompts() -> None:
     """Fewer, operator by operator, where a new shape counts as a graph."""
     stock = long_llama()
@@ -331,77 +130,18 @@ def test_many_prompts() -> None:
     assert compilations(mine) == 0
 
 
-def test_an_empty_prompt() -> None:
-    """What, where, and what to do."""
-    mine = static(build())
-    with pytest.raises(BucketError, match=r"the prompt is empty: input_ids is \[1, 0\]. Give"):
-        mine.generate(torch.zeros(1, 0, dtype=torch.long))
-
-
-def test_what_no_bucket_holds() -> None:
-    """A prompt beyond the model's positions or the room, and too many rows."""
-    mine = static(build())
-    with pytest.raises(BucketError, match="prompt has 130 tokens, and there is room for 128"):
-        generate(mine, {"input_ids": torch.ones(1, 130, dtype=torch.long)})
-    with pytest.raises(BucketError, match="5 rows, and the largest batch bucket is 4"):
-        generate(mine, {"input_ids": torch.ones(5, 3, dtype=torch.long)})
-    assert not runs(mine)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"lengths": ()}, {"lengths": (0,)}, {"batches": (1.5,)}, {"room": 64}], ids=str
-)
-def test_wrong_buckets(wrong: dict[str, Any]) -> None:
-    """Said when they are made."""
-    with pytest.raises(ValueError, match="Buckets"):
-        Buckets(**wrong)
-
-
-def test_buckets_of_a_short_model() -> None:
-    """No bucket is beyond the model's positions."""
-    mine = static(build(max_position_embeddings=100), Buckets(room=4096))
-    assert Buckets(room=4096).within(100) == Buckets(lengths=(100,), room=100)
-    same(build(max_position_embeddings=100), mine, prompts(3, 80))
-    assert {graph.window for graph in runs(mine)} == {100}
-
-
-def refused(model: Any, **options: Any) -> str:
-    """Why the plan leaves the model alone when it is asked by name."""
-    with pytest.raises((NothingToDoError, BackendUnavailableError)) as error:
-        optimus.plan(model, optimus.Recipe("static", (("static.eager",),)), **options)
-    return str(error.value)
-
-
-def test_what_the_plan_refuses() -> None:
-    """Caches and inputs of another kind, and training."""
-    of = AutoModelForCausalLM.from_config
-    mistral = transformers.MistralConfig(**SMALL, sliding_window=16)
-    assert "StaticSlidingWindowLayer" in refused(of(mistral))
-    mamba = transformers.MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=9)
-    assert "takes no position_ids, past_key_values" in refused(of(mamba))
-    t5 = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    assert "decoders alone" in refused(transformers.T5ForConditionalGeneration(t5))
-    assert "does not generate" in refused(nn.Linear(2, 2))
-    assert "not for training" in refused(build(), mode="training")
-    falcon = {**SMALL, "head_dim": None, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8}
-    assert "not one graph" in refused(of(transformers.FalconH1Config(**falcon)))
-    qwen = {**SMALL, "layer_types": ["linear_attention", "full_attention"]}
-    assert "LinearAttentionLayer" in refused(of(transformers.Qwen3NextConfig(**qwen)))
-    long = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert "dynamic rotary" in refused(build(rope_parameters=long))
-    with pytest.raises(PlanError, match="does not generate in static shapes"):
-        warm_up(build())
-
-
-def test_only_by_name() -> None:
-    """Who asks for everything keeps transformers' own cache."""
-    assert not [name for name in optimus.plan(build()).passes if name.startswith("static.")]
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_laws(law: Any, capable: Any) -> None:
+    """A model in static shapes keeps the laws; none of them generates."""
+    law(case("llama", "AutoModelForCausalLM", recipe="static"), capable)
 
 
 def test_progress() -> None:
-    """Each graph is told before it is made, and the end."""
+    """Each graph is told before it is made, and the end; the command line has a bar for it."""
     told: list[tuple[int, int, str]] = []
     mine = static(build())
+    with Steps("compiling") as bar:
+        warm_up(mine, FEW, progress=bar.told)
     assert warm_up(mine, FEW, progress=lambda *one: told.append(one)) == len(told) - 1 == 16
     assert told[0] == (0, 16, "prefill_1x16_in_16")
     assert told[-1] == (16, 16, "ready")

@@ -231,6 +231,12 @@ def test_one_launch_a_graph(double: Double, stock: LlamaForCausalLM) -> None:
     assert compilations(model) == 0
 
 
+def test_a_pass_is_done_once(double: Double, stock: LlamaForCausalLM) -> None:
+    """Whoever names it, and then everything."""
+    double.spmd = False
+    assert optimus.plan(stock, "static", backend=XLA).passes == ("static.xla",)
+
+
 def test_programs_are_counted(double: Double, stock: LlamaForCausalLM) -> None:
     """Those that XLA compiled during a graph, and no others."""
     model = optimus.transform(copy.deepcopy(stock), backend=XLA)

@@ -258,17 +258,24 @@ class _Planner:
         return [i for i in found if pattern != "*" or _is_usual(i)]
 
     def _passes(self, pattern: str, context: Context) -> Context:
-        for item in self._find(pattern):
-            if isinstance(item, Replacement):
-                continue
+        found = self._meant(pattern, context)
+        for item in found:
+            named = item.name == pattern or (item.by_name and len(found) == 1)
             if refusal := item.refuses(self.model, context):
-                if item.name == pattern or item.concerns(self.model):
-                    self._refuse("", item.name, refusal, named=item.name == pattern)
+                if named or item.concerns(self.model):
+                    self._refuse("", item.name, refusal, named=named)
             else:
                 self.passes.append(item.name)
                 self._degrade(item.fidelity)
                 context = item.settles(context)
         return context
+
+    def _meant(self, pattern: str, context: Context) -> list[Pass]:
+        """Who names a kind of pass means the one for this hardware, where there is one."""
+        passes = [item for item in self._find(pattern) if not isinstance(item, Replacement)]
+        found = [item for item in passes if item.name not in self.passes]
+        here = [item for item in found if context.backend.name in item.backends]
+        return here if pattern != "*" and here else found
 
     def _replacements(
         self, stage: int, pattern: str, context: Context, taken: dict[str, str]

@@ -60,6 +60,7 @@ RECIPES: dict[str, Recipe] = {
     "int8-dynamic": Recipe("int8-dynamic", (("*.int8-dynamic",), ("*",)), overrides=ROUTERS),
     "int4": Recipe("int4", (("*.int4",), ("*",)), overrides=USUAL),
     "fp8": Recipe("fp8", (("*.fp8",), ("*",)), overrides=HEADLESS),
+    "static": Recipe("static", (("static.*",), ("*",))),
 }
 
 

@@ -67,9 +67,8 @@ class Compiled:
     looks = 1
     lazy = False
 
-    def __init__(self, backend: str = "inductor", **options: Any) -> None:
-        self.compilations = 0
-        self.backend, self.options = backend, options
+    def __init__(self, backend: str = "inductor") -> None:
+        self.compilations, self.backend = 0, backend
 
     def prepare(self, graph: Graph) -> Ready:
         """Compiled at the first call."""
@@ -79,7 +78,7 @@ class Compiled:
     def _count(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.compilations += 1
         compile_graph: Any = torch._dynamo.lookup_backend(self.backend)
-        return cast(Callable[..., Any], compile_graph(module, inputs, **self.options))
+        return cast(Callable[..., Any], compile_graph(module, inputs))
 
     def synchronise(self, slate: Slate) -> None:
         """Nothing is pending on a CPU."""

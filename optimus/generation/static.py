@@ -50,12 +50,18 @@ class StaticGeneration(Mixin):
         return found.to(ids.device) if isinstance(found, Tensor) else found
 
     def _prepare_cache_for_generation(
-        self, config: Any, model_kwargs: Any, mode: Any, *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        if mode.value not in ("greedy_search", "sample"):
-            station_of(self).say(f"static shapes are not for {mode.value.replace('_', ' ')}")
+        mode = generation_mode.value
+        if mode not in ("greedy_search", "sample"):
+            station_of(self).say(f"static shapes are not for {mode.replace('_', ' ')}")
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
-            config, model_kwargs, mode, *args, **kwargs
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
 
     def _sample(
@@ -122,11 +128,15 @@ def _run(
 
 def _prompt(ids: Tensor, model_kwargs: dict[str, Any], criteria: Any, pad: int) -> Prompt:
     ids = ids.cpu()
-    most = criteria.max_length - ids.shape[1]
-    ends = tuple(int(end) for one in criteria for end in getattr(one, "eos_token_id", ()))
+    most = (_longest(criteria) or 0) - ids.shape[1]
+    ends = tuple(int(end) for one in criteria if _is_plain(one) for end in _ends(one))
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs["position_ids"].cpu()
     live = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.cpu().bool()
     return Prompt(ids, positions.expand(ids.shape), live, most, ends, pad)
+
+
+def _ends(criterion: Any) -> Any:
+    return getattr(criterion, "eos_token_id", ())
 
 
 def _is_plain(criterion: Any) -> bool:
@@ -161,13 +171,6 @@ def _unfit(
     model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any, model_kwargs: Any
 ) -> str:
     """Why the call is not one for static shapes, in words; ``BucketError`` where it is nobody's."""
-    station = station_of(model)
-    room, prompt = station.buckets.room, ids.shape[1]
-    if prompt > room:
-        raise BucketError(
-            f"the prompt has {prompt} tokens, and there is room for {room}: the model's positions, "
-            "or what the buckets say. Shorten it, or warm_up(model, Buckets(room=...))."
-        )
     asked = [name for name in SETTINGS if getattr(config, name, None)]
     more = [name for name, one in model_kwargs.items() if one is not None and name not in KNOWN]
     cache = model_kwargs.get("past_key_values")
@@ -177,15 +180,28 @@ def _unfit(
         return f"{', '.join(asked + more)} was given"
     if config.use_cache is False or getattr(cache, "_is_user_defined", False):
         return "the cache is to be another, or none"
-    if criteria.max_length is None or prompt + _new(criteria, prompt) - 1 > room:
-        return f"the prompt of {prompt} and what is to be written exceed the room of {room} tokens"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast is on"
-    return _unfit_tensors(ids, model_kwargs)
+    return _unfit_tensors(ids, model_kwargs) or _too_long(model, ids.shape[1], _longest(criteria))
 
 
-def _new(criteria: Any, prompt: int) -> int:
-    return int(criteria.max_length) - prompt
+def _too_long(model: Any, prompt: int, longest: int | None) -> str:
+    room = station_of(model).buckets.room
+    if prompt > room:
+        raise BucketError(
+            f"the prompt has {prompt} tokens, and there is room for {room}: the model's positions, "
+            "or what the buckets say. Shorten it, or warm_up(model, Buckets(room=...))."
+        )
+    # The last token that is written is not read any more.
+    if longest is None or longest - 1 > room:
+        return f"the prompt of {prompt} and what is to be written exceed the room of {room} tokens"
+    return ""
+
+
+def _longest(criteria: Any) -> int | None:
+    from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+    return min((o.max_length for o in criteria if type(o) is MaxLengthCriteria), default=None)
 
 
 def _unfit_tensors(ids: Tensor, model_kwargs: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from optimus.core.paths import generates
 from optimus.core.replacement import Fidelity, reclassed
 from optimus.core.surgery import Surgeon
 from optimus.generation.roomy import RoomyGeneration
-from optimus.generation.runner import Compiled, Eager
+from optimus.generation.runner import Compiled
 from optimus.passes._static import Static
 
 NEEDED = "_prepare_cache_for_generation"
@@ -55,8 +55,22 @@ class Roomy:
         surgeon.reclass(model, reclassed(RoomyGeneration, type(model)))
 
 
+def lacks_compiler(model: nn.Module, context: Context) -> Refusal | None:
+    """Why inductor could not compile here, or None."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return Refusal(
+            "torch.compile finds no C++ compiler on this machine. Install g++, or name one in CXX",
+            hardware=True,
+        )
+    return None
+
+
 PASSES = (
     Roomy(),
-    Static("static.eager", CPUS, Eager),
-    Static("static.inductor", CPUS, Compiled),
+    Static("static.inductor", CPUS, Compiled, lacks_compiler),
 )
