@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import gpu, training
 
@@ -29,7 +28,7 @@ def measure(given: Any) -> dict[str, float]:
     """Seconds and peak bytes of a step and of a forward."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(gpu.ROOT / "tests"))
     import zoo
 
     config = zoo.quiet(zoo.tiny(given.family))

@@ -121,6 +121,7 @@ class Llama:
         import torch
 
         import optimus
+        from optimus.core.errors import OptimusError
         from optimus.generation import Buckets, warm_up
 
         self.torch, self.device, self.cache = torch, device, cache
@@ -128,10 +129,9 @@ class Llama:
         self.model = _llama(size, device)
         if not stages:
             return
-        recipe = optimus.Recipe("side", tuple(map(tuple, stages)), overrides=HEADS, keep="none")
         try:
-            optimus.transform(self.model, recipe, check=False)
-        except optimus.OptimusError as error:
+            optimus.transform(self.model, recipe_of(stages), check=False)
+        except OptimusError as error:
             self.refused = str(error)
             return
         if any(name.startswith("static.") for stage in stages for name in stage):
@@ -175,8 +175,13 @@ class Llama:
         return {"read": _read(self.model), "logits": logits.tolist(), "peak": peak}
 
 
-# Of 4 bits the head is at 8, as in the recipe of that name, which has a stage of its own here.
-HEADS = (("*lm_head", "*.int8"),)
+def recipe_of(stages: list[list[str]]) -> Any:
+    """Those stages, with what the recipe of their bits says of heads; originals are not kept."""
+    import optimus
+
+    bits = [name[2:] for stage in stages for name in stage if name.startswith("*.")]
+    heads = optimus.Recipe.named(bits[0]).overrides if bits else ()
+    return optimus.Recipe("side", tuple(map(tuple, stages)), overrides=heads, keep="none")
 
 
 def _llama(size: str, device: str) -> Any:

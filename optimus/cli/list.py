@@ -101,6 +101,7 @@ def _table(registry: Registry) -> Table:
     # No name in two pieces, however narrow the screen.
     table.columns[-1].min_width = max(len(f"{a.model_type},") for a in registry.architectures)
     table.columns[0].max_width, table.columns[0].overflow = NARROW, "fold"
+    table.columns[3].max_width = len("x86, arm,")
     for row in rows(registry):
         table.add_row(*row)
     return table

@@ -140,7 +140,8 @@ def varlen_attention(
     out. Keys and values may have fewer heads, each for as many heads of the queries.
 
     One kernel call for all where there is such a kernel, else one a sequence: no sequence can see
-    another, and no mask is needed.
+    another, and no mask is needed. The one kernel is CUDA's; it was called as documented and never
+    run here.
     """
     sequences.uses += 1
     kernel = packed_kernel()
