@@ -154,6 +154,18 @@ class QuantizedWeight:
         shape = (sum(w.out_features for w in weights), first.in_features)
         return _restore(_tiled(whole, first.scheme), shape, first.dtype, first.scheme, cls)
 
+    @classmethod
+    def of(cls, plain: Rounded, dtype: torch.dtype, scheme: Scheme) -> QuantizedWeight:
+        """The weight that is already rounded: codes ``[out, in]``, scales ``[out, groups]``."""
+        found: QuantizedWeight = _restore(
+            _tiled(plain, scheme), plain.codes.shape, dtype, scheme, cls
+        )
+        return found
+
+    def plain(self) -> Rounded:
+        """Codes ``[out, in]`` and scales ``[out, groups]``, newly allocated; ``of`` undoes it."""
+        return _untiled(self.tiles, self.out_features, self.in_features, self.scheme)
+
     def matmul(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """``input [..., in] @ weightᵀ + bias``, in the input's dtype, whatever the weight's was.
 

@@ -1,0 +1,156 @@
+"""Rounded weights in the ``compressed-tensors`` format, which transformers and vLLM load.
+
+Codes and scales are those of ``QuantizedWeight``, so that what is loaded answers as what was
+transformed. The library itself packs the codes and checks the config; it is the extra ``formats``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.core.errors import BackendUnavailableError
+from optimus.export.layout import FolderError, Shape
+from optimus.ops.quantized import INT4, INT8, INT8_DYNAMIC, QuantizedWeight, Scheme
+from optimus.ops.rounding import Rounded, zero_code
+
+PACKED, PLAIN = "pack-quantized", "int-quantized"
+# What each scheme is called in a recipe's patterns.
+NAMES = {
+    INT8: "*.int8",
+    INT8_DYNAMIC: "*.int8-dynamic",
+    INT4: "*.int4",
+    Scheme(4, 64): "*.int4-g64",
+    Scheme(4, 128): "*.int4-g128",
+}
+
+
+def library(part: str) -> Any:
+    """A module of compressed-tensors; the error names the extra."""
+    try:
+        return importlib.import_module(f"compressed_tensors.{part}")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "rounded weights are stored by compressed-tensors, which is not installed: "
+            "pip install 'optimus[formats]'."
+        ) from error
+
+
+def outcomes(weight: Shape, scheme: Scheme) -> tuple[Shape, ...]:
+    """The tensors that stand for one weight ``[out, in]``."""
+    stem, (rows, width) = weight.name.removesuffix("weight"), weight.shape
+    groups = width // (scheme.group or width)
+    scale = Shape(f"{stem}weight_scale", torch.bfloat16, (rows, groups))
+    if scheme.rows:
+        return Shape(weight.name, torch.int8, weight.shape), scale
+    words = -(-width * scheme.bits // 32)
+    codes = Shape(f"{stem}weight_packed", torch.int32, (rows, words))
+    return codes, Shape(f"{stem}weight_shape", torch.int64, (2,)), scale
+
+
+def written(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Codes as they are stored, and scales ``[out, groups]``."""
+    plain, scheme = weight.plain(), weight.scheme
+    codes = (plain.codes.to(torch.int16) - zero_code(scheme.bits)).to(torch.int8)
+    if scheme.rows:
+        return codes, plain.scale
+    packed: Tensor = library("compressors").pack_to_int32(codes, scheme.bits)
+    return packed, plain.scale
+
+
+def taken_in(stem: str, held: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedWeight:
+    """One weight from its tensors, by their last names, without making it dense.
+
+    ``FolderError`` where the layout has no kernel.
+    """
+    scheme = _scheme(stem, held)
+    scale = held["weight_scale"]
+    narrow = scale.to(torch.bfloat16)
+    if not torch.equal(narrow.to(scale.dtype), scale):
+        raise FolderError(f"{stem}: its scales are finer than bfloat16, which the kernels take.")
+    codes = held.get("weight")
+    if codes is None:
+        shape = torch.Size(held["weight_shape"].tolist())
+        codes = library("compressors").unpack_from_int32(held["weight_packed"], scheme.bits, shape)
+    unsigned = (codes.to(torch.int16) + zero_code(scheme.bits)).to(torch.uint8)
+    return QuantizedWeight.of(Rounded(unsigned, narrow, None), dtype, scheme)
+
+
+def shape_of(stem: str, held: Mapping[str, Shape]) -> tuple[int, ...]:
+    """Rows, and as many columns as fit into what is packed."""
+    _scheme_parts(stem, held)
+    return held["weight"].shape if "weight" in held else held["weight_packed"].shape
+
+
+def _scheme_parts(stem: str, held: Mapping[str, Any]) -> None:
+    known = {"weight", "weight_packed", "weight_scale", "weight_shape"}
+    if other := sorted(set(held) - known):
+        raise FolderError(
+            f"{stem}: {other[0]} (zero points, orders and static activations) has no kernel here. "
+            "Load the folder with transformers."
+        )
+
+
+def _scheme(stem: str, held: Mapping[str, Tensor]) -> Scheme:
+    _scheme_parts(stem, held)
+    scale = held["weight_scale"]
+    if "weight" in held:
+        rows, width = held["weight"].shape
+        bits, dtype = 8, held["weight"].dtype
+    else:
+        rows, width = held["weight_shape"].tolist()
+        words = held["weight_packed"].shape[1]
+        bits, dtype = next((b for b in (4, 8) if -(-width * b // 32) == words), 0), torch.int8
+    groups = scale.shape[1] if scale.ndim == 2 and scale.shape[0] == rows else 0
+    group = 0 if groups == 1 else width // groups if groups and width % groups == 0 else -1
+    scheme = Scheme(bits, group, rows=bits == 8 and group == 0)
+    if scheme not in NAMES or dtype != torch.int8:
+        raise FolderError(
+            f"{stem}: {bits or 'an odd number of'} bits, {groups} scales a row of {width}: no "
+            "kernel here. Load the folder with transformers."
+        )
+    return scheme
+
+
+def config(rounded: Mapping[str, Scheme], linears: list[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a model; ``linears`` are the paths of all linear layers."""
+    groups = {f"group_{n}": one for n, one in enumerate(_groups(rounded))}
+    formats = {one["format"] for one in groups.values()}
+    made = library("quantization").QuantizationConfig.model_validate(
+        {
+            "config_groups": groups,
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "ignore": [path for path in linears if path not in rounded],
+        }
+    )
+    found: dict[str, Any] = made.model_dump(mode="json", exclude_none=True)
+    return found
+
+
+def _groups(rounded: Mapping[str, Scheme]) -> Iterator[dict[str, Any]]:
+    schemes = list(dict.fromkeys(rounded.values()))
+    for scheme in schemes:
+        mine = [path for path, one in rounded.items() if one == scheme]
+        # By class where all are alike: every reader knows that.
+        yield {
+            "targets": ["Linear"] if len(schemes) == 1 else mine,
+            "weights": _weights(scheme),
+            "input_activations": _activations() if scheme.rows else None,
+            "format": PLAIN if scheme.rows else PACKED,
+        }
+
+
+def _weights(scheme: Scheme) -> dict[str, Any]:
+    group = {"strategy": "group", "group_size": scheme.group}
+    how = group if scheme.group else {"strategy": "channel"}
+    return {"num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, **how}
+
+
+def _activations() -> dict[str, Any]:
+    return {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
