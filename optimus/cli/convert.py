@@ -1,4 +1,4 @@
-"""``optimus convert``: a model folder in, a smaller or faster one out; the one in stays as it is."""
+"""``optimus convert``: a model folder in, a smaller or faster one out, and nothing overwritten."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new folder")
-    parser.add_argument("--recipe", default="auto", metavar="R", help=f"one of {', '.join(RECIPES)}")
+    parser.add_argument(
+        "--recipe", default="auto", metavar="R", help=f"one of {', '.join(RECIPES)}"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights that are not rounded")
     parser.add_argument(
         "--shards", metavar="SIZE", help="most bytes a file, such as 2GB; default: as in MODEL"

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from optimus.export import record
-from optimus.export.folder import INDEX, RECORD, SINGLE, Checkpoint, digest_of, find, read_checkpoint
+from optimus.export.folder import (
+    INDEX,
+    RECORD,
+    SINGLE,
+    Checkpoint,
+    digest_of,
+    find,
+    read_checkpoint,
+)
 from optimus.export.layout import FolderError, Shape, read_header
 from optimus.export.outline import Outline, Step, outline, shards, skeleton
 from optimus.export.place import Place, demand_room, making, refuse_out
@@ -76,9 +84,7 @@ def convert(
     return Converted(out, read, written, len(made.rounded), resumed)
 
 
-def _fingerprint(
-    source: Checkpoint, made: Outline, recipe: str, parts: list[list[Step]]
-) -> str:
+def _fingerprint(source: Checkpoint, made: Outline, recipe: str, parts: list[list[Step]]) -> str:
     """What the bytes of the result depend on."""
     files = sorted({one.file for one in source.tensors.values()})
     stats = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
@@ -93,9 +99,7 @@ def _names(count: int) -> list[str]:
     return [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
 
 
-def _weights(
-    place: Place, parts: list[list[Step]], tick: Callable[[str], None]
-) -> dict[str, str]:
+def _weights(place: Place, parts: list[list[Step]], tick: Callable[[str], None]) -> dict[str, str]:
     """Every shard and the index; the digests of the source."""
     digests: dict[str, str] = {}
     for name, steps in zip(_names(len(parts)), parts, strict=True):
@@ -121,7 +125,7 @@ def _is_done(file: Path, facts: Any) -> bool:
         held = read_header(file)
     except FolderError:
         return False
-    return {name: digest_of(one) for name, one in held.items()} == facts["wrote"]
+    return bool({name: digest_of(one) for name, one in held.items()} == facts["wrote"])
 
 
 def _index(parts: list[list[Step]]) -> str:

@@ -125,7 +125,9 @@ def _indexed(index: Any) -> dict[str, set[str] | None]:
 
 def _is_plain(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return len(parts) == 1 and "\\" not in name and "\0" not in name and name.endswith(".safetensors")
+    return (
+        len(parts) == 1 and "\\" not in name and "\0" not in name and name.endswith(".safetensors")
+    )
 
 
 def _companions(folder: Path, tree: Path) -> Iterator[Path]:
@@ -136,12 +138,9 @@ def _companions(folder: Path, tree: Path) -> Iterator[Path]:
         weights = len(name.parts) == 1 and (file.suffix == ".safetensors" or name.name == INDEX)
         other = file.suffix in LEFT or ".index." in file.name
         ours = name.as_posix() in ("config.json", RECORD)
-        if file.is_symlink() or file.is_file():
-            if not (hidden or weights or other or ours):
-                if file.is_symlink() and file.resolve().is_dir():
-                    raise FolderError(f"{file.name} is a link to a folder; copy the folder there.")
-                inside(file, tree)
-                yield name
+        if hidden or weights or other or ours or file.is_dir() and not file.is_symlink():
+            continue
+        yield inside(file, tree).relative_to(folder)
 
 
 def chunks(stored: Stored, size: int = CHUNK) -> Iterator[memoryview]:

@@ -65,8 +65,17 @@ def written(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 def taken_in(stem: str, held: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedWeight:
     """One weight from its tensors, by their last names, without making it dense.
 
-    ``FolderError`` where the layout has no kernel.
+    ``FolderError`` where the layout has no kernel, or the tensors do not fit each other.
     """
+    try:
+        return _taken_in(stem, held, dtype)
+    except FolderError:
+        raise
+    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        raise FolderError(f"{stem}: its codes and scales do not fit each other: {error}") from error
+
+
+def _taken_in(stem: str, held: Mapping[str, Tensor], dtype: torch.dtype) -> QuantizedWeight:
     scheme = _scheme(stem, held)
     scale = held["weight_scale"]
     narrow = scale.to(torch.bfloat16)
@@ -80,13 +89,7 @@ def taken_in(stem: str, held: Mapping[str, Tensor], dtype: torch.dtype) -> Quant
     return QuantizedWeight.of(Rounded(unsigned, narrow, None), dtype, scheme)
 
 
-def shape_of(stem: str, held: Mapping[str, Shape]) -> tuple[int, ...]:
-    """Rows, and as many columns as fit into what is packed."""
-    _scheme_parts(stem, held)
-    return held["weight"].shape if "weight" in held else held["weight_packed"].shape
-
-
-def _scheme_parts(stem: str, held: Mapping[str, Any]) -> None:
+def _refuse_others(stem: str, held: Mapping[str, Tensor]) -> None:
     known = {"weight", "weight_packed", "weight_scale", "weight_shape"}
     if other := sorted(set(held) - known):
         raise FolderError(
@@ -96,7 +99,7 @@ def _scheme_parts(stem: str, held: Mapping[str, Any]) -> None:
 
 
 def _scheme(stem: str, held: Mapping[str, Tensor]) -> Scheme:
-    _scheme_parts(stem, held)
+    _refuse_others(stem, held)
     scale = held["weight_scale"]
     if "weight" in held:
         rows, width = held["weight"].shape

@@ -124,8 +124,9 @@ def _in_order(found: list[tuple[Stored, int]], file: Path, size: int) -> dict[st
 def _stored(file: Path, name: str, entry: Any, base: int) -> tuple[Stored, int]:
     if not isinstance(entry, dict) or not _is_text(name):
         raise FolderError(f"the header of {file.name} has no tensor under {ascii(name)[:80]}.")
-    dtype, shape = DTYPES.get(str(entry.get("dtype"))), entry.get("shape")
-    offsets = entry.get("data_offsets")
+    dtype = DTYPES.get(str(entry.get("dtype")))
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if dtype is None:
         raise FolderError(f"{file.name}: {name!r} has an unknown dtype.")
     if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:

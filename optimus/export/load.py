@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from optimus.core import engine, planner
+from optimus.core.backend import Backend
 from optimus.core.canonical import placeholder
 from optimus.core.errors import OptimusError
-from optimus.core.originals import Original
+from optimus.core.originals import Keep, Original
 from optimus.core.paths import ties
 from optimus.core.recipes import STOCK, Recipe
 from optimus.export import formats, record
@@ -26,7 +27,7 @@ from optimus.ops.quantized import QuantizedWeight
 PARTS = re.compile(r"(.+)\.(weight_(?:packed|scale|shape|zero_point|g_idx)|input_\w+|weight)")
 
 
-def load(source: str | os.PathLike[str]) -> nn.Module:
+def load(source: str | os.PathLike[str], *, backend: str | Backend | None = None) -> nn.Module:
     """The model of a folder, transformed and ready; ``optimus.reverse`` gives the stock model.
 
     What ``optimus convert`` wrote is loaded by the recipe in its record. Weights that are stored
@@ -41,13 +42,18 @@ def load(source: str | os.PathLike[str]) -> nn.Module:
     known = record.read(folder) if (folder / RECORD).is_file() else None
     quantized = held.config.get("quantization_config")
     if quantized is not None:
-        return _rounded(held, quantized, known)
+        return _rounded(held, quantized, known, backend)
     model = stock.load_model(str(folder), dtype=record.dtype_of(held.config))
     recipe = known.recipe if known is not None and known.recipe != "bf16" else "auto"
-    return engine.transform(model, recipe)
+    return engine.transform(model, recipe, backend=backend)
 
 
-def _rounded(held: Checkpoint, quantized: Any, known: record.Record | None) -> nn.Module:
+def _rounded(
+    held: Checkpoint,
+    quantized: Any,
+    known: record.Record | None,
+    backend: str | Backend | None,
+) -> nn.Module:
     method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
     if method != "compressed-tensors":
         raise FolderError(
@@ -57,7 +63,7 @@ def _rounded(held: Checkpoint, quantized: Any, known: record.Record | None) -> n
     codes, rest = _split(held)
     model = _dense(held, codes, rest)
     places = {path: _place(model, path) for path in codes}
-    made = planner.plan(model, _recipe(model, places, codes, known))
+    made = planner.plan(model, _recipe(model, places, codes, known), backend=backend)
     claimed = {claim.path for claim in made.claims}
     if missed := sorted(set(places.values()) - claimed):
         why = next((r.reason for path, _, r in made.refusals if path == missed[0]), "no such layer")
@@ -76,7 +82,9 @@ def _place(model: nn.Module, path: str) -> str:
 
 def _split(held: Checkpoint) -> tuple[dict[str, QuantizedWeight], dict[str, Stored]]:
     """Rounded weights by the paths of their modules, and all other tensors."""
-    paths = {m[1] for name in held.tensors if (m := PARTS.fullmatch(name)) and "_scale" in m[2]}
+    paths = {
+        m[1] for name in held.tensors if (m := PARTS.fullmatch(name)) and m[2] == "weight_scale"
+    }
     parts: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Stored] = {}
     for name, one in held.tensors.items():
@@ -93,10 +101,10 @@ def _split(held: Checkpoint) -> tuple[dict[str, QuantizedWeight], dict[str, Stor
 
 
 def _read(one: Stored) -> Tensor:
-    value = bytearray().join(chunks(one)) if one.nbytes else bytearray()
-    if not value:
+    if not one.nbytes:
         return torch.empty(one.shape, dtype=one.dtype)
-    return torch.frombuffer(value, dtype=one.dtype).view(one.shape)
+    whole = next(chunks(one, one.nbytes))
+    return torch.frombuffer(whole, dtype=one.dtype).view(one.shape)
 
 
 def _dense(
@@ -128,7 +136,7 @@ def _recipe(
             paths[claim.path] = "*." + claim.replacement.rpartition(".")[2]
     first = next(iter(paths.values()), STOCK)
     name = known.recipe if known is not None else "compressed-tensors"
-    keep = "source" if known is not None else "none"
+    keep: Keep = "source" if known is not None else "none"
     overrides = (*paths.items(), ("*", STOCK))
     return Recipe(name, ((first,), ("*",)), keep=keep, overrides=overrides)
 
@@ -159,4 +167,3 @@ def _source_files(folder: Path, known: record.Record | None) -> dict[str, Path]:
     except OptimusError:
         return {}
     return {name: one.file for name, one in source.tensors.items()}
-

@@ -108,8 +108,8 @@ def skeleton(source: Checkpoint) -> nn.Module:
         return load.skeleton(config)
     except load.LoadError:
         raise
-    except (Exception, RecursionError) as error:  # a config is data, and may break any code
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # a config is data, and may break any code
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise FolderError(f"{source.folder}: its config describes no model: {reason}") from error
 
 
@@ -119,7 +119,7 @@ def _refuse_bombs(config: Any, tensors: int, depth: int = 0) -> None:
         raise FolderError("config.json nests deeper than any config does.")
     for key, value in config.items() if isinstance(config, dict) else ():
         counts = isinstance(value, int) and re.search(r"layer|block|depth|expert|stage|head", key)
-        if counts and value > max(tensors, 4096) or key == "num_labels" and _huge(value):
+        if (counts and value > max(tensors, 4096)) or (key == "num_labels" and _huge(value)):
             raise FolderError(
                 f"config.json asks for {key} = {str(value)[:20]}, and the weights hold "
                 f"{tensors:,} tensors."
@@ -172,7 +172,8 @@ def _is_renamed(model: nn.Module) -> bool:
     from transformers import conversion_mapping
 
     kind = getattr(getattr(model, "config", None), "model_type", "")
-    return bool(conversion_mapping.get_checkpoint_conversion_mapping(kind))
+    find: Any = conversion_mapping.get_checkpoint_conversion_mapping
+    return bool(find(kind))
 
 
 def _schemes(model: nn.Module, made: Plan) -> dict[str, Scheme]:
@@ -210,8 +211,8 @@ def shards(steps: tuple[Step, ...], size: int | None) -> Iterator[list[Step]]:
     filled = 0
     for step in steps:
         nbytes = sum(one.nbytes for one in step.outcomes)
-        full = filled + nbytes > size if size else step.source.file != part[-1].source.file if part else False
-        if part and full:
+        new_file = bool(part) and step.source.file != part[-1].source.file
+        if part and (filled + nbytes > size if size else new_file):
             yield part
             part, filled = [], 0
         part.append(step)

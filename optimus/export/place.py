@@ -41,6 +41,9 @@ def refuse_out(out: Path, source: Path) -> None:
     if out.resolve().is_relative_to(source.resolve()):
         raise FolderError(f"{out} is inside of {source}, which must stay as it is.")
     if os.path.lexists(out):
+        beside = _beside(out)
+        if beside.is_dir() and not (beside / "tree").exists():
+            _clear(beside)  # killed when OUT was whole already
         raise FolderError(f"{out} exists, and nothing is overwritten. Give another name.")
     if not out.parent.is_dir():
         raise FolderError(f"{out.parent} is no folder: make it first.")
@@ -49,7 +52,7 @@ def refuse_out(out: Path, source: Path) -> None:
 @contextmanager
 def making(out: Path, fingerprint: str) -> Iterator[Place]:
     """The folder to be; moved to ``out`` at the end, gone after an error, kept after a kill."""
-    beside = out.parent / f".{out.name}.optimus"
+    beside = _beside(out)
     try:
         beside.mkdir(exist_ok=True)
         with (beside / "lock").open("w") as lock:
@@ -61,14 +64,18 @@ def making(out: Path, fingerprint: str) -> Iterator[Place]:
     except OSError as error:
         _clear(beside)
         raise FolderError(f"cannot write {out}: {error.strerror or error}.") from error
-    except Busy:
+    except BusyError:
         raise
     except Exception:
         _clear(beside)
         raise
 
 
-class Busy(FolderError):
+def _beside(out: Path) -> Path:
+    return out.parent / f".{out.name}.optimus"
+
+
+class BusyError(FolderError):
     """Another process is making the same folder."""
 
 
@@ -80,7 +87,7 @@ def _lock(lock: TextIO, out: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise Busy(f"another optimus is writing {out}.") from error
+        raise BusyError(f"another optimus is writing {out}.") from error
 
 
 @contextmanager

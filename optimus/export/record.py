@@ -15,8 +15,8 @@ from torch import nn
 
 from optimus.core.planner import Plan
 from optimus.export import formats
-from optimus.export.folder import RECORD, Checkpoint, read_json
-from optimus.export.layout import FolderError
+from optimus.export.folder import RECORD, Checkpoint
+from optimus.export.layout import FolderError, read_json
 from optimus.export.outline import Outline
 
 VERSION = 1
@@ -112,7 +112,7 @@ def card(before: str, made: Outline, recipe: str) -> str:
         )
     used = ", ".join(f"{name} {one}" for name, one in versions().items())
     lines += [
-        f"`optimus.load` gives the transformed model; `{RECORD}` has the plan and the SHA-256 of "
+        f"`optimus.load` gives the transformed model; `{RECORD}` has the plan and the digest of",
         "every tensor of the source.",
         f"Versions: {used}.",
         END,

@@ -13,7 +13,7 @@ from pathlib import Path
 from optimus.core.errors import IrreversibleError, OptimusError
 from optimus.export import record
 from optimus.export.folder import INDEX, RECORD, Checkpoint, chunks, find, read_checkpoint
-from optimus.export.layout import Stored, make_header
+from optimus.export.layout import FolderError, read_header
 from optimus.export.place import demand_room, making, refuse_out
 
 
@@ -38,6 +38,8 @@ def restore(
     Every tensor is compared with the digest in the record while it is copied. ``back`` is
     ``OUT-original`` unless given. ``IrreversibleError`` where no folder holds the same bytes.
     """
+    if not out.is_dir():
+        raise FolderError(f"{out}: no such folder.")
     converted = read_checkpoint(out)
     known = record.read(out)
     back = back or out.with_name(f"{out.name}-original")
@@ -49,8 +51,7 @@ def restore(
     expect(len(files))
     with making(back, json.dumps([str(out.resolve()), known.source])) as place:
         for file in files:
-            mine = [one for one in source.tensors.values() if one.file == file]
-            _copy(place.tree / file.name, mine, known.digests)
+            _copy(place.tree / file.name, file, known.digests)
             tick(file.name)
         _others(place.tree, source, known, own=source.folder == converted.folder)
     return Restored(back, source.folder, len(known.digests))
@@ -75,20 +76,20 @@ def _source(out: Path, known: record.Record, converted: Checkpoint) -> Checkpoin
     )
 
 
-def _copy(file: Path, tensors: list[Stored], digests: Mapping[str, str]) -> None:
-    """The tensors of one file, each held to its digest."""
-    header, places = make_header(tensors)
-    with file.open("wb") as out:
-        out.write(header)
+def _copy(file: Path, source: Path, digests: Mapping[str, str]) -> None:
+    """One file as it is, with every tensor of the record held to its digest on the way."""
+    tensors = list(read_header(source).values())
+    first = tensors[0].start if tensors else source.stat().st_size
+    with source.open("rb") as data, file.open("wb") as out:
+        out.write(data.read(first))
         for one in tensors:
             hasher = hashlib.sha256()
-            out.seek(places[one.name])
             for part in chunks(one):
                 hasher.update(part)
                 out.write(part)
-            if hasher.hexdigest() != digests.get(one.name):
+            if hasher.hexdigest() != digests.get(one.name, hasher.hexdigest()):
                 raise IrreversibleError(
-                    f"{one.file} is no longer what was converted: {one.name} holds other bytes."
+                    f"{source} is no longer what was converted: {one.name} holds other bytes."
                 )
         out.flush()
         os.fsync(out.fileno())
@@ -106,4 +107,3 @@ def _others(tree: Path, source: Checkpoint, known: record.Record, *, own: bool) 
         if card.is_file():
             text = record.without_section(card.read_text(encoding="utf-8"))
             card.write_text(text, encoding="utf-8") if text else card.unlink()
-

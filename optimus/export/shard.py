@@ -124,4 +124,5 @@ def _whole(name: str, tensor: Tensor, hashes: _Hashes) -> tuple[str, memoryview]
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    numbers: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
