@@ -37,8 +37,10 @@ def test_killed_and_resumed(tmp_path):
     (tmp_path / "work").mkdir()
     command = [sys.executable, str(HERE / "killed.py"), str(model), str(tmp_path / "work")]
     # A child of a fork hangs in an OpenMP that had threads.
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*command, "7", "10"], capture_output=True, text=True, env=alone, check=False)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    run = subprocess.run(
+        [*command, "7", "10"], capture_output=True, text=True, env=alone, check=False
+    )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["killed"] > 0

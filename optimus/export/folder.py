@@ -138,7 +138,7 @@ def _companions(folder: Path, tree: Path) -> Iterator[Path]:
         weights = len(name.parts) == 1 and (file.suffix == ".safetensors" or name.name == INDEX)
         other = file.suffix in LEFT or ".index." in file.name
         ours = name.as_posix() in ("config.json", RECORD)
-        if hidden or weights or other or ours or file.is_dir() and not file.is_symlink():
+        if hidden or weights or other or ours or (file.is_dir() and not file.is_symlink()):
             continue
         yield inside(file, tree).relative_to(folder)
 

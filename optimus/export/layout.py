@@ -106,12 +106,15 @@ def read_header(file: Path) -> dict[str, Stored]:
     if not isinstance(header, dict):
         raise FolderError(f"the header of {file.name} is not a table of tensors.")
     header.pop("__metadata__", None)
-    return _in_order([_stored(file, *one, 8 + length) for one in header.items()], file, size)
+    start = 8 + length
+    found = [_stored(file, *one, start) for one in header.items()]
+    return _in_order(found, file, start, size)
 
 
-def _in_order(found: list[tuple[Stored, int]], file: Path, size: int) -> dict[str, Stored]:
+def _in_order(
+    found: list[tuple[Stored, int]], file: Path, last: int, size: int
+) -> dict[str, Stored]:
     found.sort(key=lambda one: (one[0].start, one[1]))
-    last = size - sum(one.nbytes for one, _ in found)
     for one, end in found:
         if one.start != last:
             raise FolderError(f"{file.name}: {one.name!r} overlaps, leaves a gap or is cut short.")
