@@ -9,8 +9,14 @@ import sys
 
 from setuptools import Extension, setup
 
-PARTS = ("threads", "quantized", "portable", "vnni", "bf16", "rounding", "layer", "decoder")
-HEADERS = ["threads.h", "quantized.h", "round_row.h", "vectors.h", "layer.h", "bf16.h"]
+PARTS = (
+    *("threads", "quantized", "portable", "vnni", "bf16", "rounding"),
+    *("layer", "decoder", "attention", "activation"),
+)
+HEADERS = [
+    *("threads.h", "vectors.h", "curves.h", "quantized.h", "bf16.h", "round_row.h"),
+    *("layer.h", "attention.h", "activation.h"),
+]
 # No contraction: torch, which rounds the same weights where nothing is compiled, has none.
 UNIX = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 

@@ -38,7 +38,7 @@ def refusals(model: nn.Module, backend: optimus.Backend, recipe: str = "auto") -
     ("options", "error", "words"),
     [
         ({"recipe": "fast"}, PlanError, "unknown recipe 'fast'; known are auto, bf16"),
-        ({"recipe": "fp8"}, BackendUnavailableError, "'fp8' is not built yet for x86"),
+        ({"recipe": "fp8"}, BackendUnavailableError, "fp8 found nothing to do: not built for x86"),
         ({"backend": "gpu"}, ValueError, "unknown backend 'gpu'; known are cpu, x86"),
         ({"backend": "hpu"}, BackendUnavailableError, "'hpu' is not on this machine"),
         ({"mode": "production"}, ValueError, "unknown mode 'production'; known are 'inference'"),

@@ -18,18 +18,13 @@ from safetensors.torch import save_file
 import optimus
 from optimus.cli import main
 from optimus.core.backend import host
-from optimus.core.recipes import RECIPES
 from optimus.measure import answers
 from optimus.measure.perplexity import Window, perplexity, windows
 from optimus.ops.quantized import INT4, QuantizedWeight
 
 # How much the perplexity may grow, by recipe.
 LINES = {"auto": 1e-4, "bf16": 0.005, "int8": 0.005, "int8-dynamic": 0.01, "int4": 0.03}
-HERE = [
-    name
-    for name in LINES
-    if RECIPES[name] is not None and (name != "bf16" or "native-bf16" in host().features)
-]
+HERE = [name for name in LINES if name != "bf16" or "native-bf16" in host().features]
 # Searched scales leave this share of the divergence that rounding to nearest causes, or less.
 SEARCHED = 0.85
 

@@ -104,8 +104,10 @@ def test_already_quantized(method, capable):
 
 def test_other_places(capable):
     """Other backends, older processors and training are refused."""
-    with pytest.raises(BackendUnavailableError, match="not built for cuda"):
+    with pytest.raises(BackendUnavailableError, match="has no products of 8-bit weights"):
         optimus.plan(linear(), "int8", backend=optimus.Backend("cuda", "cuda"))
+    with pytest.raises(BackendUnavailableError, match="not built for hpu"):
+        optimus.plan(linear(), "int8", backend=optimus.Backend("hpu", "hpu"))
     with pytest.raises(BackendUnavailableError, match="no AVX512-VNNI"):
         optimus.plan(linear(), "int4", backend=optimus.Backend("x86", "cpu"))
     with pytest.raises(NothingToDoError, match="not for training"):

@@ -324,6 +324,7 @@ def test_sharded_tensors(capable):
     parallelize_module(model, mesh, {"0": ColwiseParallel()})
     made = optimus.plan(model, backend=capable)
     assert [claim.path for claim in made.claims] == ["2"]
-    assert {path: why.reason for path, _, why in made.refusals}["0"] == "weight is a DTensor"
-    with pytest.raises(NothingToDoError, match=r"0.weight is a DTensor; cast before"):
+    why = {path: why.reason for path, _, why in made.refusals}["0"]
+    assert why == "its weights are sharded; transform first, then shard"
+    with pytest.raises(NothingToDoError, match="the model is sharded; cast it first"):
         optimus.transform(model, "bf16", backend=capable)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from optimus.cli.plan import add_attention
 from optimus.cli.progress import Steps
 from optimus.core.errors import RegistryError
 from optimus.core.recipes import RECIPES
@@ -43,6 +44,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--length", type=_count, default=256, metavar="N", help="most tokens a text"
     )
     parser.add_argument("--runs", type=_count, default=5, metavar="N", help="timed runs a side")
+    add_attention(parser)
     parser.add_argument("--json", action="store_true", help="the figures on stdout as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
     parser.set_defaults(func=run)
@@ -56,7 +58,8 @@ def _tasks(options: argparse.Namespace) -> dict[str, Task]:
             raise RegistryError(f"unknown recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
     load.read_config(options.model)
     texts = text.read_texts(options.data) if options.data else text.docstrings(DEFAULT_TEXTS)
-    task = Task(model=options.model, texts=texts, batch=options.batch, length=options.length)
+    sizes = {"batch": options.batch, "length": options.length}
+    task = Task(model=options.model, texts=texts, attention=options.attention, **sizes)
     return {name: dataclasses.replace(task, recipe=name) for name in (STOCK, *recipes)}
 
 

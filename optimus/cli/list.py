@@ -14,7 +14,7 @@ from optimus.core.registry import Registry
 from optimus.core.replacement import ANY_MODE, EVERYWHERE, Architecture, Pass, Replacement
 
 HEADINGS = ("what is swapped", "fidelity", "mode", "backends", "architectures")
-# What 80 columns leave for what is swapped beside the longest name of an architecture.
+# What 80 columns leave for what is swapped beside the longest name of an architecture, and where.
 NARROW = 15
 
 
@@ -101,6 +101,8 @@ def _table(registry: Registry) -> Table:
     # No name in two pieces, however narrow the screen.
     table.columns[-1].min_width = max(len(f"{a.model_type},") for a in registry.architectures)
     table.columns[0].max_width, table.columns[0].overflow = NARROW, "fold"
+    table.columns[3].max_width = len("x86, arm,")
+    table.columns[2].max_width = max(len(mode.value) for mode in Mode)
     for row in rows(registry):
         table.add_row(*row)
     return table

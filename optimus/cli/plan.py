@@ -14,7 +14,14 @@ from rich.table import Table
 import optimus
 from optimus.core.backend import BACKENDS, Mode
 from optimus.core.planner import Plan
+from optimus.core.recipes import ATTENTIONS
 from optimus.measure import load
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    """The option that names a kernel."""
+    text = "the kernel that computes attention, to compare kernels; default: auto"
+    parser.add_argument("--attention", choices=ATTENTIONS, default="auto", help=text)
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,6 +32,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--backend", choices=("cpu", *BACKENDS, "tpu"), help="default: this one")
     modes = [mode.value for mode in Mode]
     parser.add_argument("--mode", choices=modes, default=Mode.INFERENCE.value)
+    add_attention(parser)
     parser.add_argument("--json", action="store_true", help="the plan itself, for optimus.apply")
     parser.set_defaults(func=run)
 
@@ -66,7 +74,7 @@ def show(plan: Plan, console: Console) -> None:
         console.print(_refusals(plan))
     backend = plan.context.backend.name
     console.print(
-        f"recipe {plan.recipe.name}, backend {backend}, {plan.context.mode.value}: "
+        f"recipe {plan.recipe.label()}, backend {backend}, {plan.context.mode.value}: "
         f"{len(plan.claims)} claims, {len(plan.refusals)} refusals, "
         f"passes: {', '.join(plan.passes) or 'none'}.",
         highlight=False,
@@ -79,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     with Console(stderr=True).status(f"planning {options.recipe} for {options.model}"):
         model = load.skeleton(load.read_config(options.model))
-        plan = optimus.plan(model, options.recipe, backend=options.backend, mode=options.mode)
+        asked = {name: getattr(options, name) for name in ("backend", "mode", "attention")}
+        plan = optimus.plan(model, options.recipe, **asked)
     if options.json:
         console.print_json(plan.to_json())
     else:

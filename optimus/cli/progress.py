@@ -33,6 +33,10 @@ class Steps:
         """So many steps there are."""
         self._progress.update(self._task, total=total)
 
+    def told(self, done: int, total: int, what: str) -> None:
+        """Where the work stands, as ``optimus.generation.warm_up`` tells it."""
+        self._progress.update(self._task, completed=done, total=total, description=what)
+
     def done(self, what: str) -> None:
         """One step more; ``what`` it was."""
         self._progress.update(self._task, advance=1, description=what)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from optimus.core.errors import BackendUnavailableError
+from optimus.ops.varlen import packed_kernel
 
 BACKENDS = ("x86", "arm", "cuda", "hpu", "xla")
 CPUS = frozenset({"x86", "arm"})
@@ -23,14 +24,18 @@ ALIASES = {"tpu": "xla"}
 
 
 class Mode(enum.Enum):
-    """What the transformed model is for."""
+    """What the transformed model is for: to be run as it is, or to be handed to a compiler or an
+    exporter.
+    """
 
     INFERENCE = "inference"
     TRAINING = "training"
+    COMPILE = "compile"
+    EXPORT = "export"
 
     @classmethod
     def parse(cls, name: str | Mode) -> Mode:
-        """The mode of that name; ``ValueError`` lists the two there are."""
+        """The mode of that name; ``ValueError`` lists those there are."""
         try:
             return cls(name)
         except ValueError:
@@ -44,7 +49,9 @@ class Backend:
 
     ``features``: ``"packed-linear"``, ``"packed-linear-bf16"`` (oneDNN products), ``"native-bf16"``
     (bf16 arithmetic in hardware; emulated bf16 is many times slower than fp32), ``"int8-products"``
-    (sums of four products of bytes in one instruction, which the rounded layers are built on).
+    (sums of four products of bytes in one instruction, which the rounded layers are built on). Of
+    CUDA: ``"int8-weights"``, ``"int4-tiles"``, ``"fp8-rows"`` (which weights have products) and
+    ``"packed-attention"`` (attention over sequences that lie end to end).
     """
 
     name: str
@@ -111,7 +118,30 @@ def detect(model: nn.Module) -> Backend:
     """The backend of the device that the model's first tensor is on; the host's for meta."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     device = "cpu" if tensor is None else tensor.device.type
+    if tensor is not None and device == "cuda":
+        return _cuda(tensor.device)
     return host() if device in ("cpu", "meta") else Backend(ALIASES.get(device, device), device)
+
+
+@functools.cache
+def _cuda(device: torch.device) -> Backend:
+    found = cuda_features(torch.cuda.get_device_capability(device), hip=torch.version.hip)
+    return Backend("cuda", "cuda", torch.cuda.get_device_name(device), found)
+
+
+def cuda_features(capability: tuple[int, int], *, hip: str | None = None) -> frozenset[str]:
+    """What a GPU of that compute capability can do with this torch.
+
+    ``"int4-tiles"``: m16n8k16 products of bf16, from 8.0. ``"fp8-rows"``: e4m3 products with a
+    scale a row, from 8.9. AMD's layouts are others, and nothing of theirs is known here.
+    """
+    features = {
+        "int8-weights": True,
+        "int4-tiles": capability >= (8, 0) and hip is None,
+        "fp8-rows": capability >= (8, 9) and hip is None,
+        "packed-attention": capability >= (8, 0) and packed_kernel() is not None,
+    }
+    return frozenset(name for name, has in features.items() if has)
 
 
 def is_available(name: str) -> bool:

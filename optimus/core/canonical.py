@@ -27,6 +27,9 @@ class Bridge(Protocol):
     def save(self, module: nn.Module, state: dict[str, Tensor], prefix: str) -> None:
         """Write the stock values under the stock keys; the module stays folded."""
 
+    def lend(self, module: nn.Module) -> nn.Parameter:
+        """The values in the stock layout, in the table, until the module folds them again."""
+
 
 class Canonical:
     """``state_dict()`` and loading pass through ``bridges``; keys never change."""
@@ -41,6 +44,16 @@ class Canonical:
         for bridge in self.bridges:
             bridge.save(self, state, prefix)  # type: ignore[arg-type]
         return state
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.named_parameters``, with the values themselves.
+
+        Who asks the module itself, and not the model, means to do something with its own
+        parameters: FSDP and tensor parallelism cut them up.
+        """
+        for bridge in self.bridges:
+            bridge.lend(self)  # type: ignore[arg-type]
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_state_dict(self, *args: Any) -> None:
         for bridge in self.bridges:

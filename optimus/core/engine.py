@@ -15,13 +15,13 @@ from optimus.core.canonical import Canonical
 from optimus.core.errors import PlanError, SurgeryError, VerificationError
 from optimus.core.memory import release
 from optimus.core.originals import KEEPERS, Keep, Original, demand
-from optimus.core.paths import ties, unwrap
+from optimus.core.paths import is_sharded, ties, unwrap
 from optimus.core.planner import JOURNAL, Claim, Plan, describe, plan
 from optimus.core.probe import probe
-from optimus.core.recipes import Recipe, resolve_recipe
+from optimus.core.recipes import Attention, Recipe, resolve_recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import SHORTEST, Mixin, Pass, Replacement, reclassed
-from optimus.core.surgery import Edit, Slot, Surgeon, undo
+from optimus.core.surgery import Edit, Slot, Surgeon, carries, undo
 from optimus.core.verify import Reference, Verdict, reference, verify, worth
 
 
@@ -54,6 +54,7 @@ def transform(
     check: bool = True,
     sample: Mapping[str, Tensor] | None = None,
     keep: Keep = "host",
+    attention: Attention = "auto",
     registry: Registry | None = None,
 ) -> nn.Module:
     """Make the model faster on the hardware it sits on, and prove that it answers the same.
@@ -62,6 +63,7 @@ def transform(
     stock and the transformed model. Raises ``VerificationError`` after putting the model back,
     ``PlanError`` if it is already transformed by another plan. Rounding to 4 bits weighs its error
     by what the layers see in ``sample``: give it text of the kind that the model will meet.
+    ``attention`` names the kernel that is to compute it, for comparing kernels.
 
     >>> import torch, optimus
     >>> model = torch.nn.Linear(512, 512).eval()
@@ -71,9 +73,10 @@ def transform(
     root = unwrap(model)
     wanted = keep if isinstance(recipe, str) or keep != "host" else None
     if is_transformed(root):
-        _same_again(root, recipe, backend, mode, wanted)
+        _same_again(root, recipe, backend, mode, wanted, attention)
         return model
-    made = plan(root, recipe, backend=backend, mode=mode, keep=wanted, registry=registry)
+    options: dict[str, Any] = {"keep": wanted, "attention": attention, "registry": registry}
+    made = plan(root, recipe, backend=backend, mode=mode, **options)
     _demand_weights(root)
     check = check and bool(made.claims or made.passes)
     before = _reference(root, made, sample) if check else "not verified: check=False"
@@ -191,6 +194,7 @@ def reverse(model: nn.Module) -> nn.Module:
         raise PlanError("the model is not transformed: there is nothing to reverse.")
     journal: Journal = vars(root)[JOURNAL]
     _demand_own_classes(root, journal.edits)
+    _demand_whole(root, journal)
     _fetch(journal)
     undo(root, journal.edits)
     del vars(root)[JOURNAL]
@@ -313,13 +317,14 @@ def _same_again(
     backend: str | Backend | None,
     mode: Mode | str,
     keep: Keep | None,
+    attention: Attention,
 ) -> None:
     done: Plan = vars(root)[JOURNAL].plan
     found = resolve(backend, root) if backend is not None else done.context.backend
-    wanted = resolve_recipe(recipe, found, keep=keep)
+    wanted = resolve_recipe(recipe, keep=keep, attention=attention)
     if (wanted, found, Mode.parse(mode)) != (done.recipe, done.context.backend, done.context.mode):
         raise PlanError(
-            f"the model is already transformed ({describe(root)}) and {wanted.name!r}, "
+            f"the model is already transformed ({describe(root)}) and {wanted.label()!r}, "
             f"{found.name}, {Mode.parse(mode).value}, keep {wanted.keep} was asked for. "
             "Reverse it first."
         )
@@ -342,12 +347,21 @@ def _demand_fit(root: nn.Module, made: Plan) -> None:
             )
 
 
+def _demand_whole(root: nn.Module, journal: Journal) -> None:
+    """Originals cannot come back into what was cut up: who did it keeps the rounded parts."""
+    if any(journal.originals()) and any(map(is_sharded, root.modules())):
+        raise SurgeryError(
+            "the weights were cast or rounded, and sharded after that: the originals are whole, "
+            "and what is sharded is not theirs. Load the model again from its checkpoint."
+        )
+
+
 def _demand_own_classes(root: nn.Module, edits: list[Edit]) -> None:
     """Undo only what is still ours: adapters and wrappers put on since must come off first."""
     known = dict(root.named_modules())
     last = {edit.path: edit.after for edit in edits if edit.slot is Slot.CLASS}
     for path, cls in last.items():
-        if path not in known or type(known[path]) is not cls:
+        if path not in known or not carries(type(known[path]), cast(type[nn.Module], cls)):
             found = type(known[path]).__qualname__ if path in known else "nothing"
             if found in getattr(cls, "successors", ()):
                 continue

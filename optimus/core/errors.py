@@ -5,6 +5,7 @@ OptimusError
 ├── PlanError (ValueError)                the plan does not fit the model or the request
 │   ├── ConflictError                     two claims on one site
 │   └── NothingToDoError                  a name in the recipe matched nothing
+├── BucketError (ValueError)              a call of generate that no bucket holds
 ├── SurgeryError (RuntimeError)           the model may not be cut here
 ├── VerificationError (AssertionError)    the answers changed; the model has been reversed
 ├── IrreversibleError (RuntimeError)      the originals are gone
@@ -40,6 +41,10 @@ class ConflictError(PlanError):
 
 class NothingToDoError(PlanError):
     """A replacement or pass was asked for by name and no site took it."""
+
+
+class BucketError(OptimusError, ValueError):
+    """A prompt or a batch that generation in static shapes has no bucket for."""
 
 
 class SurgeryError(OptimusError, RuntimeError):

@@ -1,6 +1,6 @@
 """Where the originals of lossy changes wait, so that the undo of the lossy is lossless.
 
-``host`` keeps them in memory, ``disk`` in one safetensors file that goes with the model,
+``host`` keeps them in the host's memory, ``disk`` in one safetensors file that goes with the model,
 ``source`` in the checkpoint that the model was loaded from, found again by digest, and ``none``
 nowhere. Everything that can fail fails in the keeper, before the first original is dropped.
 """
@@ -21,16 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from optimus.core.canonical import Placeholder, like, placeholder
-from optimus.core.errors import IrreversibleError, PlanError
+from optimus.core.errors import IrreversibleError, PlanError, SurgeryError
 from optimus.core.memory import evict
+from optimus.core.paths import is_part
 
 Keep = Literal["host", "disk", "source", "none"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)
+# Whose memory is the host's, or nobody's.
+HOSTS = ("cpu", "meta")
 
 
 @dataclass(slots=True)
 class Original:
-    """One parameter that is away: in memory, or in a file and known by its digest."""
+    """One parameter that is away: in memory, or in a file and known by its digest.
+
+    ``twin`` says where it belongs, if that is not where it waits.
+    """
 
     name: str
     value: nn.Parameter | None = None
@@ -44,16 +50,22 @@ class Original:
         """Whether there is nothing to fetch."""
         return self.value is None and self.file is None
 
-    def fetch(self) -> nn.Parameter:
-        """The original; ``IrreversibleError`` if it was not kept or its file has changed."""
+    def fetch(self, *, home: bool = True) -> nn.Parameter:
+        """The original; ``IrreversibleError`` if it was not kept or its file has changed.
+
+        ``home``: on the device of its slot, and not on the one where it waits.
+        """
         if self.value is not None:
-            return self.value
+            if not home or self.twin is None or self.twin.device == self.value.device:
+                return self.value
+            return like(self.value, self.value.to(self.twin.device))
         if self.file is None or self.twin is None:
             raise IrreversibleError(
                 f"the original of {self.name} was not kept (keep='none'). Load the model again "
                 "from its checkpoint, or transform with keep='host', 'disk' or 'source'."
             )
-        return like(self.twin, self._read(self.file).to(self.twin.device))
+        found = self._read(self.file)
+        return like(self.twin, found.to(self.twin.device) if home else found)
 
     def merge(self, current: Tensor, narrow: Tensor | None = None) -> nn.Parameter:
         """The original, with what was written into ``current``, the value in use, meanwhile.
@@ -61,7 +73,15 @@ class Original:
         An element that is no longer the original's cast, or no longer ``narrow``, was written by
         somebody, and survives.
         """
+        if is_part(current):
+            raise SurgeryError(
+                f"{self.name} was cast or rounded, and sharded after that: what this process holds "
+                "is a part, and its original is whole. Save before you shard, or shard the stock "
+                "model."
+            )
         original = self.fetch()
+        if current.is_meta:  # accelerate offloaded it, and nobody could write into it here
+            return original
         narrow = original.detach().to(current.dtype) if narrow is None else narrow
         same = _bits(narrow) == _bits(current.detach())
         if bool(same.all()):
@@ -80,7 +100,14 @@ class Original:
     def hold(self, value: nn.Parameter) -> None:
         """``value`` is the original from now on; in memory only if the file has other bytes."""
         known = self.file is not None and digest(value) == self.digest
-        self.value = None if known else value
+        self.put(value)
+        self.value = None if known else self.value
+
+    def put(self, value: nn.Parameter) -> None:
+        """``value``, of the slot's own device, waits on the host from now on."""
+        host = value.device.type in HOSTS
+        self.twin = None if host and self.file is None else placeholder(value)
+        self.value = value if host else like(value, value.detach().cpu())
 
     def forget(self) -> None:
         """Let go of what is in memory."""
@@ -114,8 +141,16 @@ Keeper = Callable[[nn.Module, Mapping[str, nn.Parameter]], dict[str, Original]]
 
 
 def on_host(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Original]:
-    """``keep="host"``: the parameters themselves, at the cost of their memory."""
-    return _shared((names, Original(names[0], value)) for names, value in _tied(parameters))
+    """``keep="host"``: the parameters themselves, at the cost of their memory; from other devices
+    they are moved to the host's.
+    """
+    return _shared((names, _on_host(names[0], value)) for names, value in _tied(parameters))
+
+
+def _on_host(name: str, value: nn.Parameter) -> Original:
+    original = Original(name)
+    original.put(value)
+    return original
 
 
 class _Folder:

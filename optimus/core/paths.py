@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,17 @@ def ties(model: nn.Module) -> tuple[frozenset[str], ...]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP keeps books on the parameters below; by name, to import nothing for it."""
+    """Whether the parameters of the module, or below it, are parts on several processes: of FSDP,
+    which keeps books on them, or of tensor parallelism. By name, to import nothing for it."""
     names = {c.__name__ for c in type(module).__mro__}
-    return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+    return not names.isdisjoint({"FSDPModule", "FullyShardedDataParallel"}) or any(
+        is_part(parameter) for parameter in module._parameters.values()
+    )
+
+
+def is_part(tensor: Tensor | None) -> bool:
+    """Whether several processes hold it together, each its own part (``DTensor``)."""
+    return type(tensor).__name__ == "DTensor"
 
 
 def generates(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from optimus.core.errors import (
 from optimus.core.originals import Keep
 from optimus.core.paths import Site, generates, is_sharded, sites, unwrap
 from optimus.core.probe import describe_probe
-from optimus.core.recipes import STOCK, USUAL, Recipe, resolve_recipe
+from optimus.core.recipes import OPTIONAL, STOCK, Attention, Recipe, resolve_recipe
 from optimus.core.registry import Registry
 from optimus.core.replacement import Fidelity, Pass, Replacement
 
@@ -88,7 +88,7 @@ class Plan:
         ]
         rows += [("leave", str(n), name, "", why) for (name, why), n in refused.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        head = f"recipe {self.recipe.name} on {backend}, {dtype}, {self.context.mode.value}"
+        head = f"recipe {self.recipe.label()} on {backend}, {dtype}, {self.context.mode.value}"
         lines = [head, f"check: {self.verification}"]
         if self.fidelity is Fidelity.LOSSY and self.recipe.keep == "none":
             lines.append("irreversible: the originals are not kept")
@@ -117,6 +117,7 @@ def _parse(data: dict[str, Any]) -> Plan:
             tuple(recipe["skip"]),
             recipe["keep"],
             tuple((glob, name) for glob, name in recipe["overrides"]),
+            recipe["attention"],
         ),
         context=Context(
             Backend(**{**backend, "features": frozenset(backend["features"])}),
@@ -139,6 +140,7 @@ def plan(
     backend: str | Backend | None = None,
     mode: Mode | str = Mode.INFERENCE,
     keep: Keep | None = None,
+    attention: Attention = "auto",
     registry: Registry | None = None,
 ) -> Plan:
     """What ``transform`` would do to ``model``, which may be on meta.
@@ -152,7 +154,7 @@ def plan(
     if JOURNAL in vars(root):
         raise PlanError(f"the model is already transformed ({describe(root)}). Reverse it first.")
     found = resolve(backend, root)
-    chosen = resolve_recipe(recipe, found, keep=keep)
+    chosen = resolve_recipe(recipe, keep=keep, attention=attention)
     context = Context(found, Mode.parse(mode), _dtype(root), generates(root))
     return _Planner(root, chosen, registry or Registry.installed()).run(context)
 
@@ -161,7 +163,7 @@ def describe(root: nn.Module) -> str:
     """The recipe, backend, mode and keep of a transformed model, in a few words."""
     done: Plan = vars(root)[JOURNAL].plan
     backend, mode = done.context.backend.name, done.context.mode.value
-    return f"recipe {done.recipe.name}, {backend}, {mode}, keep {done.recipe.keep}"
+    return f"recipe {done.recipe.label()}, {backend}, {mode}, keep {done.recipe.keep}"
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -177,6 +179,11 @@ def _already_quantized(model: nn.Module) -> Refusal | None:
     method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
     name = getattr(method, "value", method)
     return Refusal(f"the checkpoint is already quantized ({name}); load the one it was made of")
+
+
+def _is_usual(item: Replacement | Pass) -> bool:
+    """Whether who asks for everything gets it."""
+    return item.fidelity is not Fidelity.LOSSY and not item.by_name
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, str]]:
@@ -201,13 +208,14 @@ class _Planner:
         self.passes: list[str] = []
         self.worst = Fidelity.EXACT
         self.quantized = _already_quantized(model)
+        self.parted: dict[tuple[str, Context], Refusal | None] = {}
         paths = [site.path for site in self.sites]
         for glob, name in recipe.overrides:
-            if (glob, name) not in USUAL and not any(fnmatchcase(p, glob) for p in paths):
+            if (glob, name) not in OPTIONAL and not any(fnmatchcase(p, glob) for p in paths):
                 raise PlanError(f"the override of {glob!r} fits no module of the model.")
 
     def run(self, context: Context) -> Plan:
-        for stage, patterns in enumerate(self.recipe.stages):
+        for stage, patterns in enumerate(self.recipe.in_order()):
             taken: dict[str, str] = {}
             for pattern in patterns:
                 context = self._passes(pattern, context)
@@ -223,11 +231,9 @@ class _Planner:
         )
 
     def _tied(self, site: Site, rule: Replacement) -> Refusal | None:
-        """A new layout for one of two owners would untie them; FSDP is an owner, too."""
+        """A new layout for one of two owners would untie them."""
         if not rule.mixin.bridges:
             return None
-        if any(f"{site.path}.".startswith(f"{path}.".lstrip(".")) for path in self.sharded):
-            return Refusal("its weights are sharded; transform first, then shard")
         others = self._owners_besides(site)
         named = (
             name
@@ -248,20 +254,26 @@ class _Planner:
 
     def _find(self, pattern: str) -> list[Replacement | Pass]:
         found = self.registry.find(pattern)
-        return [i for i in found if pattern != "*" or i.fidelity is not Fidelity.LOSSY]
+        return [i for i in found if pattern != "*" or _is_usual(i)]
 
     def _passes(self, pattern: str, context: Context) -> Context:
-        for item in self._find(pattern):
-            if isinstance(item, Replacement):
-                continue
+        found = self._meant(pattern, context)
+        for item in found:
+            named = item.name == pattern or (item.by_name and len(found) == 1)
             if refusal := item.refuses(self.model, context):
-                if item.name == pattern or item.concerns(self.model):
-                    self._refuse("", item.name, refusal, named=item.name == pattern)
+                if named or item.concerns(self.model):
+                    self._refuse("", item.name, refusal, named=named)
             else:
                 self.passes.append(item.name)
                 self._degrade(item.fidelity)
                 context = item.settles(context)
         return context
+
+    def _meant(self, pattern: str, context: Context) -> list[Pass]:
+        """Who names a kind of pass means the one for this hardware, where there is one."""
+        found = [item for item in self._find(pattern) if not isinstance(item, Replacement)]
+        here = [item for item in found if context.backend.name in item.backends]
+        return here if pattern != "*" and here else found
 
     def _replacements(
         self, stage: int, pattern: str, context: Context, taken: dict[str, str]
@@ -270,12 +282,13 @@ class _Planner:
         lossy = bool(rules) and all(rule.fidelity is Fidelity.LOSSY for rule in rules)
         before = len(self.claims)
         near: list[Refusal] = []
+        asked = False
         fitting: dict[tuple[type, str], list[Replacement]] = {}
         for site in self.sites:
             name = self.recipe.lossy_at(site.path, pattern) if lossy else pattern
             kind = type(site.module), name
             if kind not in fitting:
-                fitting[kind] = [rule for rule in self._rules(name) if rule.claims(site)]
+                fitting[kind] = self._fitting(name, site, context)
             for rule in fitting[kind]:
                 if site.path in taken and taken[site.path] != pattern:
                     raise ConflictError(
@@ -290,10 +303,18 @@ class _Planner:
                     continue
                 self._claim(stage, site, rule, rule.measured(site, context))
                 taken[site.path] = pattern
+                asked = asked or name == pattern
                 break
-        # Who asked for fewer bits and got none would believe otherwise.
-        if ("*" not in pattern or lossy) and rules and len(self.claims) == before:
+        # Who asked for fewer bits and got none would believe otherwise; an override's are not his.
+        none = len(self.claims) == before or (not asked and any(why.hardware for why in near))
+        if ("*" not in pattern or lossy) and rules and none:
             self._nothing(pattern, near)
+
+    def _fitting(self, name: str, site: Site, context: Context) -> list[Replacement]:
+        """A rule for other hardware is named only where there is none for this one."""
+        fitting = [rule for rule in self._rules(name) if rule.claims(site)]
+        here = [rule for rule in fitting if context.backend.name in rule.backends]
+        return here or fitting
 
     def _rules(self, pattern: str) -> list[Replacement]:
         if pattern == STOCK:
@@ -303,8 +324,41 @@ class _Planner:
     def _refusal(self, site: Site, rule: Replacement, context: Context) -> Refusal | None:
         if rule.fidelity is Fidelity.LOSSY and self.quantized is not None:
             return self.quantized
-        unfit = rule.refuses(site, context) or rule.too_slow(site, context)
-        return unfit or self._tied(site, rule)
+        if rule.mixin.attends and self.recipe.attention != "auto":
+            return Refusal(f"attention={self.recipe.attention!r} was asked for")
+        unfit = self._split(site, rule) or rule.refuses(site, context)
+        unfit = unfit or rule.too_slow(site, context)
+        return unfit or self._tied(site, rule) or self._parted(rule, context)
+
+    def _split(self, site: Site, rule: Replacement) -> Refusal | None:
+        """A new layout of what is a part of a weight, or soon will be: others keep books on it."""
+        if rule.mixin.bridges and any(
+            f"{site.path}.".startswith(f"{path}.".lstrip(".")) for path in self.sharded
+        ):
+            return Refusal("its weights are sharded; transform first, then shard")
+        return None
+
+    def _parted(self, rule: Replacement, context: Context) -> Refusal | None:
+        """Why a rule for all of its sites or none takes none."""
+        if not rule.together:
+            return None
+        if (rule.name, context) not in self.parted:
+            self.parted[rule.name, context] = self._left_alone(rule, context)
+        return self.parted[rule.name, context]
+
+    def _left_alone(self, rule: Replacement, context: Context) -> Refusal | None:
+        every = [site for site in sites(self.model) if rule.claims(site)]
+        if missing := rule.lacks(every):
+            return Refusal(f"all of its sites or none, and there is no {missing}")
+        for site in every:
+            claim = self.claims.get(site.path)
+            if self._skipped(site.path):
+                return Refusal(f"all of its sites or none, and {site.path} is skipped")
+            if claim is not None and claim.replacement != rule.name:
+                return Refusal(f"all of its sites or none, and {site.path} is {claim.replacement}")
+            if why := rule.refuses(site, context):
+                return Refusal(f"all of its sites or none, and {site.path}: {why.reason}")
+        return None
 
     def _nothing(self, pattern: str, near: list[Refusal]) -> None:
         why = Counter(near).most_common(1)[0][0] if near else None

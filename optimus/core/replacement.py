@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, Protocol, cast
@@ -44,11 +44,13 @@ class Mixin(Canonical):
     them in ``surgeon.kept``, unless they are tied and stay where they are. ``calibrates``: its
     rounding is better for knowing what comes in (``importance``, and then ``surgeon.worth``).
     ``successors`` names the classes of which its model may put a new object in its place by itself.
+    ``attends``: it brings attention of its own, for which a kernel that was asked for has no place.
     """
 
     rounds: ClassVar[tuple[str, ...]] = ()
     calibrates: ClassVar[bool] = False
     successors: ClassVar[tuple[str, ...]] = ()
+    attends: ClassVar[bool] = False
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
@@ -142,6 +144,9 @@ class Replacement:
     ``targets`` are ``"module:Class"`` strings, matched along the MRO, so that nothing has to be
     imported to match. ``gated``: claimed only where the table of ``costs`` says that it pays.
     ``because``: why its sites are always left alone, for a rule that is there to say so.
+    ``by_name``: done only where a recipe names it, and not for a lone ``"*"``.
+    ``together``: all of its sites or none, and some of every target: what one of them makes in a
+    new form, another reads.
     """
 
     name: str
@@ -152,6 +157,8 @@ class Replacement:
     backends: frozenset[str] = EVERYWHERE
     gated: bool = False
     because: str = ""
+    by_name: bool = False
+    together: bool = False
 
     def claims(self, site: Site) -> bool:
         """Whether the site's class is, or derives from, a target."""
@@ -163,7 +170,9 @@ class Replacement:
         target = self._target(cls)
         if self.because:
             return Refusal(self.because)
-        if target is not None and cls.forward is not target.forward:
+        # A target without a forward is a kind of model, and all of that kind have their own.
+        own = target is not None and target.forward is not nn.Module.forward
+        if target is not None and own and cls.forward is not target.forward:
             return Refusal(f"{cls.__qualname__} overrides the forward of {target.__qualname__}")
         if _is_patched(site.module):
             return Refusal("forward is patched on this instance")
@@ -182,6 +191,13 @@ class Replacement:
         """What the claim of a site rests on, where it rests on something."""
         found = self._found(site, context)
         return found if isinstance(found, Measured) else None
+
+    def lacks(self, found: Iterable[Site]) -> str:
+        """The class of a target that none of the sites is of; "" where there is one of each."""
+        known = {c for site in found for c in type(site.module).__mro__}
+        names = {f"{c.__module__}:{c.__qualname__}" for c in known}
+        missing = (one.partition(":")[2] for one in self.targets if one not in names)
+        return next(missing, "")
 
     def _found(self, site: Site, context: Context) -> Measured | Refusal | None:
         # Fewer bits are asked for by name, and for the memory, too.
@@ -222,11 +238,15 @@ class Architecture:
 
 
 class Pass(Protocol):
-    """A change to the whole model that a backend wants."""
+    """A change to the whole model that a backend wants.
+
+    ``by_name``: done only where a recipe names it, and not for a lone ``"*"``.
+    """
 
     name: str
     fidelity: Fidelity
     backends: frozenset[str]
+    by_name: bool
 
     def concerns(self, model: nn.Module) -> bool:
         """Whether the model is of its kind; of others the plan says nothing."""

@@ -10,13 +10,17 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType, TracebackType
-from typing import Protocol, Self, cast, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 from torch import Tensor, nn
 
 from optimus.core.errors import SurgeryError
 from optimus.core.memory import release
 from optimus.core.paths import paths_of
+
+# What FSDP says in its own classes; a forward there comes from transformers, which wraps those of
+# every subclass of its layers.
+OF_FSDP = ("__deepcopy__", "__module__")
 
 
 class Slot(enum.Enum):
@@ -85,6 +89,21 @@ def set_class(module: nn.Module, new: type[nn.Module]) -> None:
     module.__class__ = new
 
 
+def carries(live: type[nn.Module], cls: type[nn.Module]) -> bool:
+    """Whether a module of class ``live`` is one of ``cls``, or one that FSDP made its own since."""
+    stacked = "FSDPModule" in (c.__name__ for c in live.__bases__[0].__mro__)
+    return live is cls or (stacked and live.__bases__[1:] == (cls,))
+
+
+def _carried(live: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
+    """``live`` with ``new`` in the place of ``old``: FSDP's own class stays on top."""
+    if live is old:
+        return new
+    metaclass: Any = type(live)
+    body = {key: vars(live)[key] for key in OF_FSDP if key in vars(live)}
+    return cast(type[nn.Module], metaclass(live.__name__, (live.__bases__[0], new), body))
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """One change, as data. ``before`` and ``after`` are MISSING where there was nothing."""
@@ -104,8 +123,9 @@ class Edit:
         module = model.get_submodule(self.path)
         match self.slot:
             case Slot.CLASS:
-                self._expect(type(module) is self.before, module)
-                set_class(module, self.after)  # type: ignore[arg-type]
+                before, after = (cast(type[nn.Module], c) for c in (self.before, self.after))
+                self._expect(carries(type(module), before), module)
+                set_class(module, _carried(type(module), before, after))
             case Slot.PARAMETER:
                 module._parameters[self.key] = self._parameter(module)
             case Slot.ATTRIBUTE:
@@ -199,6 +219,7 @@ def undo(model: nn.Module, edits: list[Edit]) -> None:
     """Apply the inverses, newest first, and forget them one by one."""
     while edits:
         edit = edits[-1]
-        if edit.slot is not Slot.CLASS or type(model.get_submodule(edit.path)) is edit.after:
+        live, after = type(model.get_submodule(edit.path)), edit.after
+        if edit.slot is not Slot.CLASS or carries(live, cast(type[nn.Module], after)):
             edit.inverse().apply(model)
         edits.pop()

@@ -25,7 +25,8 @@ from optimus.core.replacement import Fidelity, Mixin
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 # And the whole network's drift at fewer digits, by the last word of a replacement's or pass's name:
 # the next round number above what all-MiniLM-L6-v2 does to words without meaning (0.04, 0.094,
-# 0.31, 0.33, 0.41, 0.29), which is worse than what it does to text, or random models to anything.
+# 0.31, 0.33, 0.41, 0.29, 0.12), which is worse than what it does to text, or random models to
+# anything.
 LOSSY = {
     "bf16": 5e-2,
     "int8": 5e-2,
@@ -34,6 +35,7 @@ LOSSY = {
     "int4-g64": 4e-1,
     "int4-g128": 5e-1,
     "int4-asymmetric": 4e-1,
+    "fp8": 2e-1,
 }
 OTHER = 5e-2
 

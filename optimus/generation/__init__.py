@@ -1,1 +1,6 @@
-"""Generation through transformers' own ``generate``, on a cache that is not allocated anew."""
+"""Generation through transformers' own ``generate``: caches with room, and static shapes."""
+
+from optimus.generation.buckets import Buckets, Graph
+from optimus.generation.warm import compilations, runs, warm_up
+
+__all__ = ["Buckets", "Graph", "compilations", "runs", "warm_up"]

@@ -30,6 +30,7 @@ from optimus.core.errors import (
     OptimusError,
     VerificationError,
 )
+from optimus.core.recipes import Attention
 from optimus.measure import load, machine, text
 from optimus.measure.answers import AGREEMENT, PERPLEXITY, SIMILARITY
 from optimus.measure.perplexity import Perplexity, perplexity
@@ -52,6 +53,7 @@ class Task:
     side: str = "optimus.measure.side:transformers_side"
     recipe: str = STOCK
     dtype: str = "float32"
+    attention: Attention = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +73,21 @@ def _output(model: nn.Module, batch: Batch) -> Tensor:
     return result.logits if hidden is None else hidden
 
 
-def _transform(model: nn.Module, recipe: str, batch: Batch) -> dict[str, object]:
+def _transform(model: nn.Module, task: Task, batch: Batch) -> dict[str, object]:
     """Transform, verified on the data's own first batch where optimus cannot build a probe."""
     import optimus
 
-    plan = optimus.plan(model, recipe)
+    plan = optimus.plan(model, task.recipe, attention=task.attention)
     unverified = plan.verification.startswith("not verified")
-    optimus.transform(model, recipe, sample=batch if unverified else None)
+    sample = batch if unverified else None
+    optimus.transform(model, task.recipe, attention=task.attention, sample=sample)
     return {"claims": len(plan.claims), "passes": list(plan.passes)}
 
 
 def transformers_side(task: Task, batches: list[Batch]) -> Runner:
     """The model as transformers loads it, or transformed by the task's recipe."""
     model = load.load_model(task.model, dtype=getattr(torch, task.dtype))
-    facts = {} if task.recipe == STOCK else _transform(model, task.recipe, batches[0])
+    facts = {} if task.recipe == STOCK else _transform(model, task, batches[0])
 
     def forward(batch: Batch) -> Tensor:
         return _output(model, batch)

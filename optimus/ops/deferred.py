@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import optimus.ops.rules  # noqa: F401  (fills the table that ``respond`` reads)
+from optimus.ops.attention import attention
 from optimus.ops.axes import Axes, broadcast, halves
 from optimus.ops.einsum import as_product
 from optimus.ops.joins import concatenated
@@ -227,7 +228,11 @@ def called(
         kwargs["scale"] = query.shape[-1] ** -0.5
     mask = kwargs.get("attn_mask")
     if mask is not None and mask.stride(-1) != 1:
-        kwargs["attn_mask"] = mask.contiguous()
+        kwargs["attn_mask"] = mask = mask.contiguous()
+    if not args and kwargs.keys() <= {"attn_mask", "scale"}:
+        ours = attention(query, key, value, mask=mask, scale=kwargs["scale"])
+        if ours is not None:
+            return ours.transpose(1, 2)
     size = max(query.shape[-1], value.shape[-1])
     operands = [widened(one, size) for one in (query, key, value)]
     out: Tensor = func(*operands, *args, **kwargs)

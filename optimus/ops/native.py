@@ -18,6 +18,8 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parents[1] / "native"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Others (nested, sharded, fake) have memory and products of their own.
+PLAIN = (Tensor, torch.nn.Parameter)
 PORTABLE = 0
 
 
@@ -75,7 +77,11 @@ class _Native:
             self.attend.argtypes = (pointer, narrow)
             self.decode: Callable[..., int] = library.optimus_decode
             self.decode.argtypes = (pointer, narrow, narrow)
-            self.norm.restype = self.gate.restype = None
+            self.norm.restype = self.gate.restype = library.optimus_activate.restype = None
+            self.attention: Callable[..., int] = library.optimus_attention_of
+            self.attention.argtypes = (pointer, narrow)
+            self.activate: Callable[..., None] = library.optimus_activate
+            self.activate.argtypes = (pointer, pointer, wide, narrow, narrow, narrow)
 
 
 @functools.cache

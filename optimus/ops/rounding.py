@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 
 # The scales tried for a group, as shares of the one that just reaches its largest number.
 SHARES = (0.65, 0.72, 0.78, 0.84, 0.89, 0.93, 0.97, 1.0, 1.04)
-# Numbers rounded at once: the temporaries of a slice stay in the second-level cache.
-SLICE = 1 << 16
+# Numbers rounded at once: the temporaries of a slice stay in the second-level cache; elsewhere the
+# calls are few enough for their launches not to count.
+SLICE, WIDE_SLICE = 1 << 16, 1 << 24
 # A sum over a group is one of so many partial sums, each of every so many numbers.
 CHAINS = 8
 
@@ -62,11 +63,11 @@ def rounded(
     ``worth [k]``: how much the error of each input feature counts.
     """
     rows, width = weight.shape
-    step = max(1, SLICE // width)
+    step = max(1, (SLICE if weight.device.type == "cpu" else WIDE_SLICE) // width)
     groups = width // group
     worth = None if worth is None else worth.view(groups, group)
-    codes = torch.empty(rows, width, dtype=torch.uint8)
-    scale = torch.empty(rows, groups, dtype=torch.bfloat16)
+    codes = torch.empty(rows, width, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows, groups, dtype=torch.bfloat16, device=weight.device)
     minimum = None if symmetric else torch.empty_like(scale)
     for start in range(0, rows, step):
         part = slice(start, start + step)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optimus.ops import native
-from optimus.ops.native import DTYPES
+from optimus.ops.native import DTYPES, PLAIN
 from optimus.ops.quantized import QuantizedWeight
 
 # As in native/quantized.c: what one call rounds at once, and the weights that share it.
@@ -86,7 +86,9 @@ def _round_alike(weights: Sequence[Any]) -> bool:
 
 def readable(biases: Sequence[Tensor | None]) -> bool:
     """Whether the kernels take these biases as they are."""
-    return all(b is None or (b.dtype in DTYPES and b.is_contiguous()) for b in biases)
+    return all(
+        b is None or (type(b) in PLAIN and b.dtype in DTYPES and b.is_contiguous()) for b in biases
+    )
 
 
 def _group(

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from optimus.ops.attention import MOST_KEYS, takes, within
+
+# Where one kernel takes all sequences, of what dtypes, and of how wide a head.
+DEVICES = ("cuda",)
+HALVES = (torch.bfloat16, torch.float16)
+WIDEST, MULTIPLE = 256, 8
+
+
+@functools.cache
+def packed_kernel() -> Callable[..., Any] | None:
+    """torch's attention over sequences that lie end to end; None where it has none, or one that
+    takes no scale or no window.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size"}
+    return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def packs_heads(dim: int) -> bool:
+    """Whether the kernel takes heads of that width."""
+    return dim <= WIDEST and not dim % MULTIPLE
 
 
 class Sequences:
@@ -24,6 +53,19 @@ class Sequences:
         self.uses = 0
         self.states: dict[int, tuple[Tensor, Tensor]] | None = None
         self._bands: dict[tuple[int, int], Tensor | None] = {}
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """``[sequences + 1]`` int32: where each begins, and the end of the last."""
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        return torch.tensor(ends, dtype=torch.int32, device=self.places.device)
+
+    @functools.cached_property
+    def is_dense(self) -> bool:
+        """Whether no sequence has padding inside, so that places are apart as tokens are."""
+        starts = self.starts.long()
+        first, last = self.places[starts[:-1]], self.places[starts[1:] - 1]
+        return bool((last - first + 1 == starts.diff()).all())
 
     def band(self, start: int, length: int, window: int) -> Tensor | None:
         """For the sequence at ``start``: True where a token sees another that is at most ``window``
@@ -99,11 +141,18 @@ def varlen_attention(
     """Attention within each sequence: ``[1, heads, total, dim]`` in, ``[1, total, heads, dim]``
     out. Keys and values may have fewer heads, each for as many heads of the queries.
 
-    One kernel call a sequence, so that no sequence can see another and no mask is needed.
+    One kernel call for all where there is such a kernel, else one a sequence: no sequence can see
+    another, and no mask is needed. CUDA's was called as documented and never run here.
     """
-    outputs, start = [], 0
     sequences.uses += 1
-    for length in sequences.lengths:
+    lengths = sequences.lengths
+    if window is None and max(lengths) <= MOST_KEYS and takes(query, key, value):
+        return within(query, key, value, lengths, causal=sequences.causal, scale=scale)
+    kernel = packed_kernel()
+    if kernel is not None and _fits(query, value) and (window is None or sequences.is_dense):
+        return _in_one_call(kernel, (query, key, value), sequences, scale=scale, window=window)
+    outputs, start = [], 0
+    for length in lengths:
         part = slice(start, start + length)
         band = None if window is None else sequences.band(start, length, window)
         out = scaled_dot_product_attention(
@@ -118,3 +167,46 @@ def varlen_attention(
         outputs.append(out.transpose(1, 2))
         start += length
     return torch.cat(outputs, dim=1)
+
+
+def _fits(query: Tensor, value: Tensor) -> bool:
+    return (
+        query.device.type in DEVICES
+        and query.dtype in HALVES
+        and query.shape[-1] == value.shape[-1]
+        and packs_heads(query.shape[-1])
+    )
+
+
+def _in_one_call(
+    kernel: Callable[..., Any],
+    states: tuple[Tensor, Tensor, Tensor],
+    sequences: Sequences,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """``window`` counts as in ``varlen_attention``; the kernel says -1 for no end of it."""
+    query, key, value = (one[0].transpose(0, 1) for one in states)
+    options: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in inspect.signature(kernel).parameters:
+            options["enable_gqa"] = True
+        else:
+            times = query.shape[1] // key.shape[1]
+            key, value = (one.repeat_interleave(times, dim=1) for one in (key, value))
+    reach = -1 if window is None else window
+    longest = max(sequences.lengths)
+    out: Tensor = kernel(
+        query,
+        key,
+        value,
+        sequences.starts,
+        sequences.starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(reach, 0 if sequences.causal else reach),
+        **options,
+    )
+    return out[None]

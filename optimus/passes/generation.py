@@ -1,4 +1,4 @@
-"""Generation: caches with room, for a model that generates on a CPU."""
+"""Generation: caches with room, and static shapes, for a model that generates on a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from optimus.core.paths import generates
 from optimus.core.replacement import Fidelity, reclassed
 from optimus.core.surgery import Surgeon
 from optimus.generation.roomy import RoomyGeneration
+from optimus.generation.runner import Compiled
+from optimus.passes._static import Static
 
 NEEDED = "_prepare_cache_for_generation"
 
@@ -24,6 +26,7 @@ class Roomy:
     name: str = "cpu.cache"
     fidelity: Fidelity = Fidelity.EXACT
     backends: frozenset[str] = CPUS
+    by_name: bool = False
 
     def concerns(self, model: nn.Module) -> bool:
         """Models that generate."""
@@ -52,4 +55,22 @@ class Roomy:
         surgeon.reclass(model, reclassed(RoomyGeneration, type(model)))
 
 
-PASSES = (Roomy(),)
+def lacks_compiler(model: nn.Module, context: Context) -> Refusal | None:
+    """Why inductor could not compile here, or None."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return Refusal(
+            "torch.compile finds no C++ compiler on this machine. Install g++, or name one in CXX",
+            hardware=True,
+        )
+    return None
+
+
+PASSES = (
+    Roomy(),
+    Static("static.inductor", CPUS, Compiled, lacks_compiler),
+)

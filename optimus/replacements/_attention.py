@@ -25,6 +25,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import SHORTEST, Mixin
 from optimus.core.surgery import Surgeon
+from optimus.ops.attention import attention
 from optimus.ops.capped import capped_attention
 from optimus.ops.kernels import spoils_gradients
 from optimus.ops.sinks import sink_attention
@@ -39,6 +40,8 @@ OURS = frozenset({FUSED, UNPADDED, GROUPED})
 SWITCH = "_attn_implementation_internal"
 WAITING = "_optimus_configs"
 EAGER = "eager_attention_forward"
+# What the host's function does something about that no kernel of ours does.
+OTHERS = ("position_bias", "softcap", "cache")
 # Where an attention layer keeps its soft cap.
 CAP = "attn_logit_softcapping"
 
@@ -65,10 +68,25 @@ def fused_attention(
         return _with_sinks(module, query, key, value, mask, **kwargs)
     if kwargs.get("softcap") is not None:
         return _with_cap(module, query, key, value, mask, **kwargs)
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     kwargs["is_causal"] = False
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    return plain_attention(module, query, key, value, mask, **kwargs)
+
+
+def plain_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As the host's function for SDPA, by our own kernel where it takes the call."""
+    out = None
+    if not kwargs.get("dropout") and all(kwargs.get(name) is None for name in OTHERS):
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        causal = bool(causal) and mask is None
+        scale = kwargs.get("scaling")
+        out = attention(query, key, value, mask=mask, causal=causal, scale=scale)
+    if out is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     return out, None
 
 
@@ -142,10 +160,13 @@ def _with_sinks(
 def _with_cap(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    out = None
-    if key.shape[2] >= vars(module).get(SHORTEST, 1):
-        out = capped_attention(query, key, value, mask, scale, kwargs["softcap"])
+    scale, cap = kwargs.get("scaling") or query.shape[-1] ** -0.5, kwargs["softcap"]
+    if key.shape[2] < vars(module).get(SHORTEST, 1):
+        return _stock(module, query, key, value, mask, **kwargs)
+    out = attention(query, key, value, mask=mask, scale=scale, cap=cap)
+    if out is not None:
+        return out, None
+    out = capped_attention(query, key, value, mask, scale, cap)
     if out is None:
         return _stock(module, query, key, value, mask, **kwargs)
     return out.transpose(1, 2).contiguous(), None
@@ -162,10 +183,7 @@ def unpadded_attention(
     """In place of sdpa, for packed calls and others. Shapes as ``fused_attention``."""
     sequences = kwargs.pop("sequences", None)
     if sequences is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return out, None
+        return plain_attention(module, query, key, value, attention_mask, **kwargs)
     if sequences.states is not None:
         sequences.states[module.layer_idx] = key, value
     window = kwargs.get("sliding_window")
@@ -233,6 +251,8 @@ class HostSwitch:
 class FusedAttention(Mixin):
     """A decoder or encoder whose eager attention runs on SDPA. Only the config is changed."""
 
+    attends = True
+
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
         config = getattr(site.module, "config", None)
@@ -280,17 +300,17 @@ def _unfit_config(module: nn.Module, context: Context) -> Refusal | None:
 
 def _unfit_source(module: nn.Module) -> Refusal | None:
     parts = list(module.modules())
-    asking = [part for part in parts if "get_interface" in _names_in_forward(type(part))]
+    asking = [part for part in parts if "get_interface" in names_in_forward(type(part))]
     if not asking:
         own = {type(part).__name__ for part in parts if "Attention" in type(part).__name__}
         return Refusal(f"its attention does not ask the host: {', '.join(sorted(own)) or 'none'}")
-    if any(EAGER not in _names_in_forward(type(part)) for part in asking):
+    if any(EAGER not in names_in_forward(type(part)) for part in asking):
         return Refusal(f"its attention has no {EAGER} to fall back on")
     return None
 
 
 @functools.cache
-def _names_in_forward(cls: type[Any]) -> frozenset[str]:
+def names_in_forward(cls: type[Any]) -> frozenset[str]:
     """What the forward looks up: the switch reaches only those who look for their function."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return frozenset(code.co_names if code is not None else ())

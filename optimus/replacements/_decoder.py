@@ -13,7 +13,6 @@ from optimus.core.backend import Context
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.ops.varlen import Ragged, Sequences
-from optimus.replacements import _unpadding
 from optimus.replacements._unpadding import Packs, cut, wanted
 
 # Whatever else a call asks for is for the padded layout.
@@ -79,7 +78,7 @@ class UnpaddedPrompts(Packs):
         packed = self._packed(inputs, ragged) | {"use_cache": False, CACHE: None}
         pieces: list[Any] = []
         states: list[dict[int, tuple[Tensor, Tensor]]] = []
-        for part, sequences in ragged.pieces(_unpadding.MOST_TOKENS, causal=True):
+        for part, sequences in self._pieces(ragged, causal=True):
             if cache is not None:
                 sequences.states = {}
                 states.append(sequences.states)
@@ -127,8 +126,9 @@ def _kept(packed: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
     keep = packed.get(KEEP, 0)
     if not keep:
         return packed
-    ends = torch.tensor(sequences.lengths).cumsum(0)
-    return packed | {KEEP: (ends[:, None] + torch.arange(-keep, 0)).flatten()}
+    ends = sequences.starts[1:].long()
+    last = torch.arange(-keep, 0, device=ends.device)
+    return packed | {KEEP: (ends[:, None] + last).flatten()}
 
 
 def _logits(pieces: list[Any], ragged: Ragged, keep: int) -> Tensor:

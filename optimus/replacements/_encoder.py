@@ -11,7 +11,6 @@ from optimus.core.backend import Context
 from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.ops.varlen import Ragged
-from optimus.replacements import _unpadding
 from optimus.replacements._unpadding import Packs, cut, wanted
 
 NOT_PACKED = ("encoder_hidden_states", "past_key_values", "use_cache", "output_attentions")
@@ -45,7 +44,7 @@ class Unpadded(Packs):
         packed = self._packed(inputs, ragged)
         pieces = [
             stock(**cut(packed, part), sequences=sequences, return_dict=True)
-            for part, sequences in ragged.pieces(_unpadding.MOST_TOKENS)
+            for part, sequences in self._pieces(ragged)
         ]
         return self._joined(pieces, ragged)
 

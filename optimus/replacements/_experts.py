@@ -20,8 +20,9 @@ from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.experts import RoutedWeight, routed_linear
+from optimus.ops.native import PLAIN
 from optimus.ops.quantized import QuantizedWeight, Scheme, importance, unfit
-from optimus.replacements._linear import PLAIN, out_of_reach, too_small
+from optimus.replacements._linear import out_of_reach, too_small
 from optimus.replacements._quantized import readable, retyped, unfit_hardware, without_kernels
 from optimus.replacements._rounding import Rounding, Rounds
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimus.core.backend import CPUS, Mode
+from optimus.core.backend import Mode
 from optimus.core.replacement import Mixin, Replacement
 from optimus.replacements._attention import FusedAttention
 from optimus.replacements._encoder import Unpadded
+from optimus.replacements._unpadding import PACKED_ON
 
 # The sizes of a model that the laws build in a second: two layers, wide enough to pack.
 ENCODER: dict[str, Any] = {
@@ -36,7 +37,7 @@ def unpadded(family: str, model: str, *, mixin: type[Mixin] = Unpadded) -> Repla
         targets=(MODELING.format(family, model),),
         mixin=mixin,
         modes=frozenset({Mode.INFERENCE}),
-        backends=CPUS,
+        backends=PACKED_ON,
     )
 
 

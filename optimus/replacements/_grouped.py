@@ -36,12 +36,18 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.replacements._attention import GROUPED, selected, switch, unpadded_attention
+from optimus.ops.attention import attention
+from optimus.replacements._attention import (
+    GROUPED,
+    OTHERS,
+    plain_attention,
+    selected,
+    switch,
+    unpadded_attention,
+)
 
 # What SDPA has no argument for, and what a call must not lose.
 SINKS = ("s_aux", "sinks")
-# What the host's function does something about that is not done again here.
-OTHERS = ("position_bias", "softcap", "cache")
 # Padding wide values loses (0.75x to 0.97x) where the fused kernel works in blocks of 32 rows, and
 # wins above; narrow ones win everywhere, short of a few rows over very many keys.
 WIDE, FEW_ROWS, MANY_ROWS, KEYS_A_ROW = 128, 64, 192, 32
@@ -77,9 +83,9 @@ def grouped_attention(
         if _pays_padding(query, key, value):
             width = value.shape[-1]
             value = F.pad(value, (0, query.shape[-1] - width))
-            out = _host(module, query, key, value, mask, **kwargs)[0]
+            out = plain_attention(module, query, key, value, mask, **kwargs)[0]
             return out[..., :width].contiguous(), None
-    return _host(module, query, key, value, mask, **kwargs)
+    return plain_attention(module, query, key, value, mask, **kwargs)
 
 
 def _is_for_host(query: Tensor, kwargs: dict[str, Any]) -> bool:
@@ -98,12 +104,6 @@ def _is_exporting() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_exporting()))
 
 
-def _host(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(module, *args, **kwargs)
-
-
 def _one_row(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
@@ -118,6 +118,8 @@ def _one_row(
 
 def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """The mask says all there is to say of causality; the keys stay as few as they are."""
+    if (ours := attention(query, key, value, mask=mask, scale=scale)) is not None:
+        return ours
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
     )
@@ -174,9 +176,11 @@ def register() -> None:
 class GroupedAttention(Mixin):
     """A decoder on SDPA whose keys are shared by groups, or wider than its values."""
 
+    attends = True
+
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
-        return _unfit_config(site.module.config) or _unfit_attention(site.module, context.dtype)
+        return unfit_config(site.module.config) or _unfit_attention(site.module, context.dtype)
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -184,7 +188,8 @@ class GroupedAttention(Mixin):
         switch(module, surgeon, GROUPED)
 
 
-def _unfit_config(config: Any) -> Refusal | None:
+def unfit_config(config: Any) -> Refusal | None:
+    """Why attention of this config is not plain SDPA."""
     if config._attn_implementation != "sdpa":
         return Refusal(f"attention is {config._attn_implementation}, and this is about sdpa")
     if getattr(config, "sub_configs", None):
@@ -206,7 +211,7 @@ def _unfit_attention(module: nn.Module, dtype: torch.dtype) -> Refusal | None:
         return Refusal("its attention has sinks, which SDPA ignores")
     if _branches_on_name(type(module).__module__):
         return Refusal("its modeling file asks for the name of the attention, and knows its own")
-    if not any(_is_grouped(part) or _is_latent(part) for part in parts):
+    if not any(_is_grouped(part) or is_latent(part) for part in parts):
         return Refusal("each head has keys of its own, as wide as its values: 1.0x, as sdpa")
     return None
 
@@ -216,7 +221,8 @@ def _is_grouped(part: nn.Module) -> bool:
     return isinstance(groups, int) and groups > 1
 
 
-def _is_latent(part: nn.Module) -> bool:
+def is_latent(part: nn.Module) -> bool:
+    """Whether it is attention whose values are narrower than its keys."""
     keys, values = getattr(part, "qk_head_dim", 0), getattr(part, "v_head_dim", 0)
     return isinstance(keys, int) and isinstance(values, int) and 0 < values < keys
 

@@ -13,7 +13,7 @@ from optimus.core.surgery import Surgeon
 from optimus.ops import decoder, step
 from optimus.ops.decoder import Parts, Prepared
 from optimus.replacements import _steps
-from optimus.replacements._steps import known, packed, plain_step, room_for
+from optimus.replacements._steps import known, packed, plain_step, room_for, scales
 from optimus.replacements._watch import is_touched
 
 SLOT = "_optimus_prepared"
@@ -28,6 +28,7 @@ class Decoded(_steps.Step):
     """A decoder layer of llama's kind whose seven linear layers are packed alike."""
 
     names = LAYER
+    attends = True
     _modules: dict[str, nn.Module]
 
     @classmethod
@@ -76,17 +77,17 @@ class Decoded(_steps.Step):
         linears = [*(attention[name] for name in ATTENTION), *(mlp[name] for name in GATED)]
         weights = packed(linears, input)
         biases = tuple(linear._parameters["bias"] for linear in linears)
-        scales = [None if norm is None else norm._parameters["weight"] for norm in norms]
+        weighed = [None if norm is None else norm._parameters["weight"] for norm in norms]
         if (
             weights is None
             or not decoder.serves(weights, input.dtype)
             or not step.readable(biases)
-            or any(one is not None and one.dtype is not input.dtype for one in scales)
+            or not all(one is None or scales(one, input) for one in weighed)
         ):
             return None
         eps = tuple(0.0 if norm is None else cast(float, norm.variance_epsilon) for norm in norms)
         held = cast(Any, module)
-        return Parts(tuple(weights), biases, tuple(scales), eps, held.head_dim, held.scaling)
+        return Parts(tuple(weights), biases, tuple(weighed), eps, held.head_dim, held.scaling)
 
     def _norms(self, attention: dict[str, nn.Module]) -> tuple[nn.Module | None, ...]:
         own = self._modules

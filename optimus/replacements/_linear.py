@@ -17,14 +17,13 @@ from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.held import held_linear
 from optimus.ops.linear import PackedWeight
+from optimus.ops.native import PLAIN
 
 # Below this many weights the call into oneDNN (some 30 us) costs more than the blocking saves.
 SMALLEST = 65_536
 # A weight that is read this often between calls is read by the model itself: packing it again
 # each time would cost more than it saves.
 PATIENCE = 4
-# Others (nested, sharded, fake) have products of their own.
-PLAIN = (Tensor, nn.Parameter)
 # Table and packed form change together: a thread must not find one without the other.
 LOCK = threading.RLock()
 
@@ -163,9 +162,13 @@ class Packed(Mixin):
                 "a packed linear layer cannot be exported: its layout is this machine's own. "
                 "Call optimus.reverse(model) first, or export from the stock model."
             )
-        if packed is None or input.dtype is not packed.dtype or self._is_lent_another():
+        if packed is None or self._is_lent_another() or not self._takes(input, packed):
             return super().forward(input)  # type: ignore[misc, no-any-return]
         return self._product(input, packed)
+
+    def _takes(self, input: Tensor, packed: PackedWeight) -> bool:
+        """What a compiler need not be told of an input: whether it goes with the weight."""
+        return input.dtype is packed.dtype
 
     def _product(self, input: Tensor, packed: PackedWeight) -> Tensor:
         """The product for compilers and autograd."""
@@ -180,19 +183,21 @@ class Packed(Mixin):
         packed: PackedWeight | None = self._packed
         if packed is None:
             packed = self._repack()
-        if (
-            packed is None
-            or self._is_lent_another()
-            or type(input) not in PLAIN
-            or input.dtype is not packed.dtype
-            or input.device.type != "cpu"
-            or input.shape[-1] != packed.in_features
-            or input.numel() == 0
-            or torch.is_autocast_enabled("cpu")
-            or torch.jit.is_tracing()
-        ):
+        if packed is None or self._is_lent_another() or not self._serves(input, packed):
             return None
         return packed
+
+    def _serves(self, input: Tensor, packed: PackedWeight) -> bool:
+        """Whether the product takes this input, as things are."""
+        return (
+            type(input) in PLAIN
+            and self._takes(input, packed)
+            and input.device.type == "cpu"
+            and input.shape[-1] == packed.in_features
+            and input.numel() > 0
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.jit.is_tracing()
+        )
 
     def _is_lent_another(self) -> bool:
         """Whether somebody put a weight of his own into the table (``functional_call``)."""

@@ -33,11 +33,11 @@ class RoundedWeight(Rounding[QuantizedWeight]):
 
     def fits(self, module: nn.Module, weight: nn.Parameter) -> bool:
         """Of a dtype that has kernels, on the CPU, and finite."""
-        return unfit(_upright(module, weight), self.scheme) is None
+        return unfit(upright(module, weight), self.scheme) is None
 
     def round(self, module: nn.Module, weight: Tensor, worth: Tensor | None) -> QuantizedWeight:
         """One weight."""
-        return QuantizedWeight(_upright(module, weight), self.scheme, worth)
+        return QuantizedWeight(upright(module, weight), self.scheme, worth)
 
     def retyped(self, codes: QuantizedWeight, dtype: torch.dtype) -> QuantizedWeight:
         """The same codes; a scale serves every dtype."""
@@ -45,7 +45,7 @@ class RoundedWeight(Rounding[QuantizedWeight]):
 
     def opened(self, module: nn.Module, codes: QuantizedWeight) -> Tensor:
         """``[out, in]``, or ``[in, out]`` for ``Conv1D``."""
-        return _upright(module, codes.dense()).contiguous()
+        return upright(module, codes.dense()).contiguous()
 
 
 def retyped(codes: QuantizedWeight, dtype: torch.dtype) -> QuantizedWeight:
@@ -55,7 +55,7 @@ def retyped(codes: QuantizedWeight, dtype: torch.dtype) -> QuantizedWeight:
     return twin
 
 
-def _upright(module: nn.Module, weight: Tensor) -> Tensor:
+def upright(module: nn.Module, weight: Tensor) -> Tensor:
     """``[out, in]`` from the table's layout, and back: ``Conv1D`` stores its transpose."""
     return weight if isinstance(module, nn.Linear) else weight.t()
 
@@ -102,7 +102,7 @@ class Quantized(Rounds, Packed):
         weight = cast(nn.Parameter, site.module._parameters["weight"])
         if weight.ndim != 2:
             return Refusal(f"weight has {weight.ndim} dimensions")
-        return too_small(weight) or unfit(readable(_upright(site.module, weight)), cls.scheme)
+        return too_small(weight) or unfit(readable(upright(site.module, weight)), cls.scheme)
 
     @classmethod
     def remark(cls) -> str:

@@ -125,15 +125,18 @@ class Rounding(Generic[C]):
         if state.original is not None and weight is not None and not state.original.lost:
             state.original.hold(weight)
 
-    def stock(self, module: nn.Module) -> nn.Parameter:
-        """The original with what was written since; the values in use where it was not kept."""
+    def stock(self, module: nn.Module, *, home: bool = True) -> nn.Parameter:
+        """The original with what was written since; the values in use where it was not kept.
+
+        ``home``: on its own device, even if it waits on another.
+        """
         state, weight = self.state(module), self._held(module)
         away = isinstance(weight, Placeholder)
         assert state.original is not None
         if state.original.lost:
             return like(weight, self.dense(module)) if away else weight
         if away:
-            return state.original.fetch()
+            return state.original.fetch(home=home)
         return weight if state.codes is None else self._merged(module, weight)
 
     def lend(self, module: nn.Module) -> nn.Parameter:
@@ -178,7 +181,8 @@ class Rounding(Generic[C]):
         """The original under its stock key."""
         with LOCK:
             if self.slot in vars(module) and self.state(module).original is not None:
-                state[prefix + self.key] = self.stock(module).detach()
+                # Written from the host: all originals at once may not fit elsewhere.
+                state[prefix + self.key] = self.stock(module, home=False).detach()
 
     def move(self, module: nn.Module, fn: Any) -> None:
         """``model.to(...)``, for what is not in the table."""
@@ -187,13 +191,13 @@ class Rounding(Generic[C]):
             state.packed = None
             return
         original = state.original
-        twin = original.value if original.value is not None else original.twin
+        twin = original.twin if original.twin is not None else original.value
         if twin is None:
             return
         before = torch.empty(0, dtype=twin.dtype, device=twin.device)
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
-            original.value = like(twin, fn(original.fetch().detach()))
+            original.put(like(twin, fn(original.fetch().detach())))
 
     def _held(self, module: nn.Module) -> nn.Parameter:
         return cast(nn.Parameter, module._parameters[self.key])

@@ -29,6 +29,8 @@ PLACE = "_optimus_asked"
 class FusedScores(Mixin):
     """Softmax attention of any shape. Weights are written where somebody asks for them."""
 
+    attends = True
+
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
         """Where among its arguments the forward is asked for weights; past the end if nowhere."""

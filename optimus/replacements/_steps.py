@@ -20,6 +20,7 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.ops import native, step
+from optimus.ops.native import PLAIN
 from optimus.replacements._attention import GROUPED
 from optimus.replacements._linear import Packed
 from optimus.replacements._watch import is_touched, records_weights
@@ -102,6 +103,11 @@ def plain(input: Tensor) -> bool:
     )
 
 
+def scales(weight: nn.Parameter, input: Tensor) -> bool:
+    """Whether a kernel may read the weight of a norm: a part of one has other memory."""
+    return type(weight) in PLAIN and weight.dtype is input.dtype
+
+
 def packed(linears: Iterable[nn.Module], input: Tensor) -> list[Any] | None:
     """The packed weights of linear layers that nobody watches; None if one is not so."""
     found = []
@@ -124,7 +130,7 @@ class Normed(Step):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self._parameters["weight"]
-        if not plain(hidden_states) or weight.dtype is not hidden_states.dtype:
+        if not plain(hidden_states) or not scales(weight, hidden_states):
             return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
         return step.rms_norm(hidden_states, weight, self.variance_epsilon)
 
@@ -161,6 +167,7 @@ class Stepped(Step):
 
     names = ATTENTION
     besides = BESIDES
+    attends = True
     _modules: dict[str, nn.Module]
     head_dim: int
     scaling: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.ops.varlen import Ragged
+from optimus.ops.varlen import HALVES, Ragged, Sequences, packs_heads
 from optimus.replacements._attention import FUSED, OURS, UNPADDED, switch
 from optimus.replacements._watch import is_watched
 
 # So many tokens go through the whole model at a time: their widest activation stays in the cache
 # and below the size that glibc maps afresh, and pages in, for every call. Products lose nothing.
 MOST_TOKENS = 1024
+PACKED_ON = CPUS | {"cuda"}
 PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")
 
 
@@ -33,14 +34,13 @@ class Packs(Mixin):
     see packed tokens.
     """
 
+    attends = True
     config: Any
     training: bool
 
     @classmethod
     def accepts(cls, site: Site, context: Context) -> Refusal | None:
-        if context.backend.name not in CPUS:
-            return Refusal(f"varlen attention is measured on CPUs only, not {context.backend.name}")
-        return unfit_config(site)
+        return unfit_kernel(site, context) or unfit_config(site)
 
     @classmethod
     def setup(cls, module: nn.Module, surgeon: Surgeon) -> None:
@@ -81,6 +81,12 @@ class Packs(Mixin):
         if bool(real.all()) or not self._fits(real, inputs) or self._watched():
             return None
         return Ragged(real)
+
+    def _pieces(self, ragged: Ragged, *, causal: bool = False) -> Iterator[tuple[slice, Sequences]]:
+        """How much goes through the model at a time; all of it where it is no cache that counts."""
+        everything = max(1, sum(ragged.lengths))
+        most = MOST_TOKENS if ragged.index.device.type == "cpu" else everything
+        return ragged.pieces(most, causal=causal)
 
     def _can_pack(self, inputs: dict[str, Any]) -> bool:
         """Whether nothing is asked for that needs the padded layout."""
@@ -148,6 +154,23 @@ def wanted(value: Any) -> bool:
 @functools.cache
 def _names(cls: type) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def unfit_kernel(site: Site, context: Context) -> Refusal | None:
+    """Where sequences would be attended to one by one, on a device that has no time for that."""
+    backend = context.backend
+    if backend.name in CPUS:
+        return None
+    if "packed-attention" not in backend.features:
+        why = "this torch, or this GPU, has no attention over packed sequences"
+        return Refusal(why, hardware=True)
+    if context.dtype not in HALVES:
+        found = str(context.dtype).removeprefix("torch.")
+        return Refusal(f"attention over packed sequences is for bf16 and fp16, not {found}")
+    config = site.module.config
+    heads = getattr(config, "num_attention_heads", 0) or 1
+    dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    return None if packs_heads(dim) else Refusal(f"heads of {dim} have no packed attention")
 
 
 def unfit_config(site: Site) -> Refusal | None:

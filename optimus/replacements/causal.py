@@ -7,9 +7,10 @@ StableLM's does not.
 
 from __future__ import annotations
 
-from optimus.core.backend import CPUS, Mode
+from optimus.core.backend import Mode
 from optimus.core.replacement import Architecture, Replacement
 from optimus.replacements._decoder import UnpaddedPrompts
+from optimus.replacements._unpadding import PACKED_ON
 
 
 def prompts(family: str, model: str) -> Architecture:
@@ -19,7 +20,7 @@ def prompts(family: str, model: str) -> Architecture:
         targets=(f"transformers.models.{family}.modeling_{family}:{model}",),
         mixin=UnpaddedPrompts,
         modes=frozenset({Mode.INFERENCE}),
-        backends=CPUS,
+        backends=PACKED_ON,
     )
     return Architecture(model_type=family, replacements=(row,))
 
