@@ -74,7 +74,7 @@ def convert(
     parts = list(shards(made.steps, shard))
     written = sum(one.nbytes for step in made.steps for one in step.outcomes)
     demand_room(out, written + SLACK + sum((folder / n).stat().st_size for n in source.companions))
-    expect(len(parts))
+    expect(len(made.steps))
     with making(out, _fingerprint(source, made, recipe, parts)) as place:
         resumed = len(place.done)
         digests = _weights(place, parts, tick)
@@ -106,12 +106,14 @@ def _weights(place: Place, parts: list[list[Step]], tick: Callable[[str], None])
         file = place.tree / name
         if not _is_done(file, place.done.get(name)):
             part = file.with_suffix(".part")
-            read, wrote = write_shard(part, steps)
+            read, wrote = write_shard(part, steps, tick)
             part.rename(file)
             place.done[name] = {"read": read, "wrote": wrote}
             place.note(name, place.done[name])
+        else:
+            for step in steps:
+                tick(step.source.name)
         digests.update(place.done[name]["read"])
-        tick(name)
     if len(parts) > 1:
         (place.tree / INDEX).write_text(_index(parts), encoding="utf-8")
     return digests

@@ -119,6 +119,18 @@ def _scheme(stem: str, held: Mapping[str, Tensor]) -> Scheme:
     return scheme
 
 
+def refuse_activations(config: Mapping[str, Any]) -> None:
+    """``FolderError`` where a checkpoint wants its activations rounded as no kernel does it."""
+    groups = config.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        asked = group.get("input_activations") if isinstance(group, dict) else None
+        if asked and any(asked.get(key) != value for key, value in _activations().items()):
+            raise FolderError(
+                f"{name}: input_activations are not int8 of a row, found as they come. Load the "
+                "folder with transformers."
+            )
+
+
 def config(rounded: Mapping[str, Scheme], linears: list[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a model; ``linears`` are the paths of all linear layers."""
     groups = {f"group_{n}": one for n, one in enumerate(_groups(rounded))}

@@ -60,6 +60,7 @@ def _rounded(
             f"{held.folder} is quantized by {str(method)[:40]}, which is not taken in: only "
             "compressed-tensors is. Load it with transformers."
         )
+    formats.refuse_activations(quantized)
     codes, rest = _split(held)
     model = _dense(held, codes, rest)
     places = {path: _place(model, path) for path in codes}

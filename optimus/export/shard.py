@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from optimus.ops.quantized import QuantizedWeight, Scheme, unfit
 Digests = dict[str, str]
 
 
-def write_shard(file: Path, steps: list[Step]) -> tuple[Digests, Digests]:
+def write_shard(
+    file: Path, steps: list[Step], tick: Callable[[str], None]
+) -> tuple[Digests, Digests]:
     """Write, and return the SHA-256 of every tensor read and of every tensor written."""
     header, places = make_header(one for step in steps for one in step.outcomes)
     read: Digests = {}
@@ -44,6 +46,7 @@ def write_shard(file: Path, steps: list[Step]) -> tuple[Digests, Digests]:
                 hashes.settle()
             read[step.source.name] = hashes.digest("")
             wrote.update({one.name: hashes.digest(one.name) for one in step.outcomes})
+            tick(step.source.name)
         out.flush()
         os.fsync(out.fileno())
     return read, wrote
