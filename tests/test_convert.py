@@ -95,9 +95,7 @@ def answer(model) -> torch.Tensor:
             "Nobody knows where the river begins, and everybody knows where it ends.",
             "Return the number of bytes that were written, or raise an error if there are none.",
         ]
-        given = AutoTokenizer.from_pretrained(folder)(
-            texts, padding=True, return_tensors="pt"
-        )
+        given = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
     else:
         given = {"input_ids": torch.randint(5, 500, (2, 24))}
         given["attention_mask"] = torch.ones_like(given["input_ids"])
@@ -207,6 +205,18 @@ def test_dtype(decoder, tmp_path, capable):
     convert(str(decoder), tmp_path / "out", "int8", dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert optimus.load(tmp_path / "out", backend=capable).dtype is torch.bfloat16
+
+
+def test_odd_tensors(copy, tmp_path):
+    """One of no numbers, with a name of any script, that the config does not know: it is kept."""
+    file = min(copy.glob("*.safetensors"))
+    held = load_file(file)
+    held["größe.模型"] = torch.empty(0, 3)
+    save_file(held, file, {"format": "pt"})
+    broken_index(copy, lambda m: m.update({"größe.模型": file.name}))
+    convert(str(copy), tmp_path / "out", "int4")
+    assert digests(tmp_path / "out")["größe.模型"] == digest(held["größe.模型"])
+    assert digests(restore(tmp_path / "out").back) == digests(copy)
 
 
 def refused(capsys, *arguments) -> str:

@@ -16,6 +16,7 @@ from optimus.core.planner import JOURNAL
 from optimus.export import formats
 from optimus.export.convert import convert
 from optimus.ops.quantized import QuantizedWeight
+from optimus.ops.rounding import zero_code
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,6 +59,10 @@ def test_codes_there_and_back(scheme, shape):
     held = {name: codes, "weight_scale": scale, "weight_shape": torch.tensor(shape)}
     if scheme.rows:
         del held["weight_shape"]
+    else:
+        whole = (weight.plain().codes.to(torch.int16) - zero_code(scheme.bits)).to(torch.int8)
+        packed = formats.library("compressors").pack_to_int32(whole, scheme.bits)
+        assert torch.equal(codes, packed)
     back = formats.taken_in("x", held, torch.float32)
     assert back.scheme == scheme
     assert torch.equal(back.dense(), weight.dense())

@@ -25,6 +25,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FLOATS = frozenset((*DTYPES.values(), torch.float64))
 # What a folder may be made for on any machine: it is where it is loaded that has to have it.
 ABILITIES = frozenset({"int8-products", "native-bf16"})
+# What a config has one module of for each: no more than the weights hold tensors, or these many.
+COUNTS = re.compile(r"^(n|num)_\w*(layer|block|expert|stage|label)s?$|^depths?$")
+MOST, MOST_LABELS = 1024, 1_000_000
+DEEPEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +119,18 @@ def skeleton(source: Checkpoint) -> nn.Module:
 
 def _refuse_bombs(config: Any, tensors: int, depth: int = 0) -> None:
     """A config of a billion layers is built one by one, on meta, too."""
-    if depth > 8:
+    if depth > DEEPEST:
         raise FolderError("config.json nests deeper than any config does.")
     for key, value in config.items() if isinstance(config, dict) else ():
-        counts = isinstance(value, int) and re.search(r"layer|block|depth|expert|stage|head", key)
-        if (counts and value > max(tensors, 4096)) or (key == "num_labels" and _huge(value)):
+        counts = value if isinstance(value, list) else [value]
+        largest = max((n for n in counts if type(n) is int), default=0)
+        bound = MOST_LABELS if key == "num_labels" else max(tensors, MOST)
+        if largest > bound and COUNTS.search(key):
             raise FolderError(
-                f"config.json asks for {key} = {str(value)[:20]}, and the weights hold "
-                f"{tensors:,} tensors."
+                f"config.json asks for {key} = {largest:,}"[:120]
+                + f", and the weights hold {tensors:,} tensors."
             )
         _refuse_bombs(value, tensors, depth + 1)
-
-
-def _huge(value: Any) -> bool:
-    return isinstance(value, int) and value > 1_000_000
 
 
 def match(model: nn.Module, source: Checkpoint) -> dict[str, str]:
