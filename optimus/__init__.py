@@ -5,6 +5,7 @@ from optimus.core.engine import apply, is_transformed, reverse, transform, trans
 from optimus.core.planner import Plan, plan
 from optimus.core.recipes import Recipe
 from optimus.core.verify import Reference, Verdict, reference, verify
+from optimus.export.load import load
 
 __all__ = [
     "Backend",
@@ -14,6 +15,7 @@ __all__ = [
     "Verdict",
     "apply",
     "is_transformed",
+    "load",
     "plan",
     "reference",
     "reverse",

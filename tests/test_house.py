@@ -46,6 +46,7 @@ LAYERS = {
     "optimus.core.engine": 5,
     "optimus.bettertransformer": 6,
     "optimus.measure": 6,
+    "optimus.export": 6.5,
     "optimus.cli": 7,
 }
 HEAVY = ("transformers", "accelerate", "rich", "safetensors")

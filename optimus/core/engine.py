@@ -119,11 +119,35 @@ def apply(
     return model
 
 
+def take_in(
+    model: nn.Module, made: Plan, codes: Mapping[str, object], kept: Mapping[str, Original]
+) -> nn.Module:
+    """Carry out a plan on weights that are rounded already, and whose originals are ``kept``.
+
+    ``codes`` are by the names of the parameters, whose own values mean nothing. Raises as
+    ``apply``.
+    """
+    _apply(model, made, None, None, Given(codes, kept))
+    journal: Journal = vars(model)[JOURNAL]
+    journal.verification = "not verified: loaded as it was rounded, and the stock is not here"
+    _limit(model, journal)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Rounded weights and their originals, where a checkpoint brings both."""
+
+    codes: Mapping[str, object] = field(default_factory=dict)
+    kept: Mapping[str, Original] = field(default_factory=dict)
+
+
 def _apply(
     root: nn.Module,
     made: Plan,
     registry: Registry | None,
     sample: Mapping[str, Tensor] | None,
+    given: Given | None = None,
 ) -> None:
     _demand_weights(root)
     _demand_fit(root, made)
@@ -133,7 +157,7 @@ def _apply(
     try:
         with surgeon:
             surgeon.worth = _calibrate(root, made, known, sample)
-            journal.rounded = _operate(root, made, known, surgeon)
+            journal.rounded = _operate(root, made, known, surgeon, given)
             vars(root)[JOURNAL] = journal
     except BaseException:
         # Again, for an interrupt that came when the surgeon was already content.
@@ -190,14 +214,17 @@ def transformed(
 
 
 def _operate(
-    root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon
+    root: nn.Module, made: Plan, known: Registry, surgeon: Surgeon, given: Given | None
 ) -> Mapping[str, Original]:
     """Passes first: what a pass casts is what the claims then pack. Returns what was rounded."""
     keeper = KEEPERS[made.recipe.keep]
     for name in made.passes:
         cast(Pass, known[name]).run(root, surgeon, keeper)
     rounded = dict(_rounded(root, made, known))
-    kept = keeper(root, rounded) if rounded else {}
+    if given is not None:
+        kept, surgeon.codes = dict(given.kept), given.codes
+    else:
+        kept = keeper(root, rounded) if rounded else {}
     surgeon.kept = dict(kept)
     # What is not kept in memory must be free as soon as it is rounded.
     rounded.clear()

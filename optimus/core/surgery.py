@@ -160,7 +160,8 @@ class Surgeon:
     """A transaction: every change goes through it, and an exception inside the block undoes all.
 
     For mixins that round: ``kept`` has the original of every parameter that they replace, by its
-    name, and ``worth`` what calibration found, by the same name.
+    name, ``worth`` what calibration found, and ``codes`` what was rounded already, by the same
+    name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,6 +169,7 @@ class Surgeon:
         self.edits: list[Edit] = []
         self.kept: Mapping[str, Kept] = {}
         self.worth: Mapping[str, Tensor] = {}
+        self.codes: Mapping[str, object] = {}
         self._paths = paths_of(model)
 
     def __enter__(self) -> Self:

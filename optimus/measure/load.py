@@ -50,7 +50,7 @@ def _is_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
 
 
-def _local(source: str) -> Path | None:
+def local_folder(source: str) -> Path | None:
     """The folder that ``source`` names, or None where it can only be a hub id."""
     if not _is_path(source):
         return None
@@ -68,7 +68,7 @@ def read_config(source: str) -> Any:
     """The ``PretrainedConfig`` of a folder or hub id."""
     from transformers import AutoConfig
 
-    name = str(_local(source) or source)
+    name = str(local_folder(source) or source)
     with _quiet():
         try:
             return AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -139,7 +139,7 @@ def load_model(source: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     from safetensors import SafetensorError
 
     config = read_config(source)
-    folder = _local(source)
+    folder = local_folder(source)
     _check_format(source, folder)
     with _quiet():
         try:
@@ -162,11 +162,28 @@ def load_model(source: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     return loaded
 
 
+def from_state(
+    source: str, config: Any, state: dict[str, torch.Tensor], dtype: torch.dtype
+) -> nn.Module:
+    """The model of ``config`` with the tensors of ``state``, complete, in evaluation mode."""
+    with _quiet():
+        try:
+            model, info = model_class(config).from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype,
+                ignore_mismatched_sizes=True, output_loading_info=True,
+            )  # fmt: skip
+        except (OSError, ValueError, RuntimeError) as error:
+            raise LoadError(f"{source}: cannot load: {_first_line(error)}") from error
+    _check_complete(source, info)
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer; one without a padding token pads with its end-of-text token."""
     from transformers import AutoTokenizer
 
-    name = str(_local(source) or source)
+    name = str(local_folder(source) or source)
     with _quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -35,7 +35,8 @@ def held_linear(input: Tensor, handle: Tensor, bias: Tensor | None, out_features
 
     The gradient is that of the dense weight; what is rounded on the way passes it through.
     """
-    return find(handle).matmul(input, bias)
+    product: Tensor = find(handle).matmul(input, bias)
+    return product
 
 
 @held_linear.register_fake
@@ -45,7 +46,8 @@ def _(input: Tensor, handle: Tensor, bias: Tensor | None, out_features: int) -> 
 
 @torch.library.custom_op("optimus::held_linear_input_grad", mutates_args=())
 def _input_grad(grad: Tensor, handle: Tensor, in_features: int) -> Tensor:
-    return grad @ find(handle).dense().to(grad.dtype)
+    weight: Tensor = find(handle).dense()
+    return grad @ weight.to(grad.dtype)
 
 
 @_input_grad.register_fake

@@ -150,9 +150,24 @@ class QuantizedWeight:
             ):
                 raise ValueError("weights of different width, scheme or dtype cannot be joined")
         parts = [_untiled(w.tiles, w.out_features, w.in_features, w.scheme) for w in weights]
-        whole = Rounded(*(None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True)))
+        joined: Any = (None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))
+        whole = Rounded(*joined)
         shape = (sum(w.out_features for w in weights), first.in_features)
-        return _restore(_tiled(whole, first.scheme), shape, first.dtype, first.scheme, cls)
+        tiles = _tiled(whole, first.scheme)
+        found: QuantizedWeight = _restore(tiles, shape, first.dtype, first.scheme, cls)
+        return found
+
+    @classmethod
+    def of(cls, plain: Rounded, dtype: torch.dtype, scheme: Scheme) -> QuantizedWeight:
+        """The weight that is already rounded: codes ``[out, in]``, scales ``[out, groups]``."""
+        found: QuantizedWeight = _restore(
+            _tiled(plain, scheme), plain.codes.shape, dtype, scheme, cls
+        )
+        return found
+
+    def plain(self) -> Rounded:
+        """Codes ``[out, in]`` and scales ``[out, groups]``, newly allocated; ``of`` undoes it."""
+        return _untiled(self.tiles, self.out_features, self.in_features, self.scheme)
 
     def matmul(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """``input [..., in] @ weightᵀ + bias``, in the input's dtype, whatever the weight's was.
@@ -211,7 +226,8 @@ class QuantizedWeight:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         shape = (self.out_features, self.in_features)
-        return _restore(self.tiles, shape, self.dtype, self.scheme, type(self))
+        twin: Self = _restore(self.tiles, shape, self.dtype, self.scheme, type(self))
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         shape = (self.out_features, self.in_features)
@@ -225,7 +241,7 @@ TINY = 127 / torch.finfo(torch.float32).max
 def _restore(
     tiles: Rounded, shape: Sequence[int], dtype: torch.dtype, scheme: Scheme, cls: type[Any]
 ) -> Any:
-    weight = cls.__new__(cls)
+    weight: Any = object.__new__(cls)
     with torch.inference_mode(mode=False):
         weight._set(tiles, shape, dtype, scheme)
     return weight
@@ -233,8 +249,9 @@ def _restore(
 
 def _reference(tiles: Rounded, shape: Sequence[int], scheme: Scheme) -> Any:
     rows, width = shape
-    how = {"group": scheme.group, "bits": scheme.bits, "rows": scheme.rows}
-    return native.weight(*tiles, (rows, width), **how)
+    codes, scale, minimum = tiles
+    how = {"group": scheme.group, "bits": scheme.bits, "rows": int(scheme.rows)}
+    return native.weight(codes, scale, minimum, (rows, width), **how)
 
 
 def _rounded_natively(weight: Tensor, scheme: Scheme, worth: Tensor | None) -> Rounded:

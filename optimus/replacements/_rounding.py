@@ -38,7 +38,7 @@ class State(Generic[C]):
 
     ``codes`` are those of ``original``, ``packed`` the same unless the dense weight is lent.
     Without an original, ``shared`` is the parameter in the table that they were made of, and
-    ``written`` its version then.
+    ``written`` its version then. ``given`` are codes that a checkpoint brought, until the fold.
     """
 
     original: Original | None
@@ -48,6 +48,7 @@ class State(Generic[C]):
     lent: int = 0
     shared: nn.Parameter | None = None
     written: int = 0
+    given: C | None = None
 
 
 def _version(weight: Tensor) -> int:
@@ -82,6 +83,7 @@ class Rounding(Generic[C]):
         name = f"{surgeon.path(module)}.{self.key}".lstrip(".")
         original = cast("Original | None", surgeon.kept.get(name))
         state: State[C] = State(original, surgeon.worth.get(name))
+        state.given = cast("C | None", surgeon.codes.get(name))
         surgeon.set_attribute(module, self.slot, state)
         surgeon.fold(module, self)
 
@@ -203,6 +205,9 @@ class Rounding(Generic[C]):
     def _codes(self, module: nn.Module, weight: nn.Parameter) -> C:
         """The known codes for what is still their weight; else new ones, of the original."""
         state = self.state(module)
+        if state.given is not None:
+            codes, state.given = state.given, None
+            return codes
         if state.codes is not None and state.original is not None:
             if torch.equal(self.dense(module).to(weight.dtype), weight.detach()):
                 same = state.codes.dtype is weight.dtype
