@@ -23,14 +23,18 @@ ALIASES = {"tpu": "xla"}
 
 
 class Mode(enum.Enum):
-    """What the transformed model is for."""
+    """What the transformed model is for: to be run as it is, or to be handed to a compiler or an
+    exporter.
+    """
 
     INFERENCE = "inference"
     TRAINING = "training"
+    COMPILE = "compile"
+    EXPORT = "export"
 
     @classmethod
     def parse(cls, name: str | Mode) -> Mode:
-        """The mode of that name; ``ValueError`` lists the two there are."""
+        """The mode of that name; ``ValueError`` lists those there are."""
         try:
             return cls(name)
         except ValueError:

@@ -201,6 +201,7 @@ class _Planner:
         self.passes: list[str] = []
         self.worst = Fidelity.EXACT
         self.quantized = _already_quantized(model)
+        self.parted: dict[tuple[str, Context], Refusal | None] = {}
         paths = [site.path for site in self.sites]
         for glob, name in recipe.overrides:
             if (glob, name) not in USUAL and not any(fnmatchcase(p, glob) for p in paths):
@@ -304,7 +305,29 @@ class _Planner:
         if rule.fidelity is Fidelity.LOSSY and self.quantized is not None:
             return self.quantized
         unfit = rule.refuses(site, context) or rule.too_slow(site, context)
-        return unfit or self._tied(site, rule)
+        return unfit or self._tied(site, rule) or self._parted(rule, context)
+
+    def _parted(self, rule: Replacement, context: Context) -> Refusal | None:
+        """Why a rule for all of its sites or none takes none."""
+        if not rule.together:
+            return None
+        if (rule.name, context) not in self.parted:
+            self.parted[rule.name, context] = self._left_alone(rule, context)
+        return self.parted[rule.name, context]
+
+    def _left_alone(self, rule: Replacement, context: Context) -> Refusal | None:
+        every = [site for site in sites(self.model) if rule.claims(site)]
+        if missing := rule.lacks(every):
+            return Refusal(f"all of its sites or none, and there is no {missing}")
+        for site in every:
+            claim = self.claims.get(site.path)
+            if self._skipped(site.path):
+                return Refusal(f"all of its sites or none, and {site.path} is skipped")
+            if claim is not None and claim.replacement != rule.name:
+                return Refusal(f"all of its sites or none, and {site.path} is {claim.replacement}")
+            if why := rule.refuses(site, context):
+                return Refusal(f"all of its sites or none, and {site.path}: {why.reason}")
+        return None
 
     def _nothing(self, pattern: str, near: list[Refusal]) -> None:
         why = Counter(near).most_common(1)[0][0] if near else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar, Protocol, cast
@@ -142,6 +142,8 @@ class Replacement:
     ``targets`` are ``"module:Class"`` strings, matched along the MRO, so that nothing has to be
     imported to match. ``gated``: claimed only where the table of ``costs`` says that it pays.
     ``because``: why its sites are always left alone, for a rule that is there to say so.
+    ``together``: all of its sites or none, and some of every target: what one of them makes in a
+    new form, another reads.
     """
 
     name: str
@@ -152,6 +154,7 @@ class Replacement:
     backends: frozenset[str] = EVERYWHERE
     gated: bool = False
     because: str = ""
+    together: bool = False
 
     def claims(self, site: Site) -> bool:
         """Whether the site's class is, or derives from, a target."""
@@ -182,6 +185,13 @@ class Replacement:
         """What the claim of a site rests on, where it rests on something."""
         found = self._found(site, context)
         return found if isinstance(found, Measured) else None
+
+    def lacks(self, found: Iterable[Site]) -> str:
+        """The class of a target that none of the sites is of; "" where there is one of each."""
+        known = {c for site in found for c in type(site.module).__mro__}
+        names = {f"{c.__module__}:{c.__qualname__}" for c in known}
+        missing = (one.partition(":")[2] for one in self.targets if one not in names)
+        return next(missing, "")
 
     def _found(self, site: Site, context: Context) -> Measured | Refusal | None:
         # Fewer bits are asked for by name, and for the memory, too.

@@ -45,7 +45,7 @@ class Bfloat16:
                 "emulated bf16 is slower than fp32: 0.2x measured on Cascade Lake",
                 hardware=True,
             )
-        if context.mode is not Mode.INFERENCE:
+        if context.mode is Mode.TRAINING:
             return Refusal("bf16 is for inference; train under torch.autocast instead")
         if context.dtype is not torch.float32:
             found = str(context.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ def decoder(
         name=f"{family}.attention.grouped",
         targets=(f"transformers.models.{folder or family}.modeling_{family}:{model}",),
         mixin=GroupedAttention,
-        modes=frozenset({Mode.INFERENCE}),
+        modes=frozenset({Mode.INFERENCE, Mode.COMPILE}),
         backends=MEASURED,
     )
     return Architecture(model_type=model_type or family, replacements=(row,))
