@@ -1,0 +1,1 @@
+"""Models out: what other programs read and run."""
