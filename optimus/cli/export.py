@@ -64,9 +64,9 @@ def _show(report: Report, console: Console) -> None:
         table.add_row(one.size, f"{one.error:.1e}", *times)
     console.print(table)
     claims = ", ".join(f"{count} {name}" for name, count in report.claims.items())
+    size = f"{report.bytes / 1e6:.1f} MB (weights {report.weights_bytes / 1e6:.1f} MB)"
     for line in (
-        f"{report.architecture} -> {report.folder}: {report.bytes / 1e6:.1f} MB "
-        f"(weights {report.weights_bytes / 1e6:.1f} MB), written in {report.seconds:.1f} s.",
+        f"{report.architecture} -> {report.folder}: {size}, written in {report.seconds:.1f} s.",
         f"swapped before: {claims or 'nothing'}.",
         f"verified: largest relative error {report.error:.1e}, tolerance {report.tolerance:.0e}.",
     ):

@@ -18,6 +18,7 @@ from optimus.core.probe import Sample
 from optimus.export.inputs import free
 from optimus.export.targets import ExportError, Target, exporter
 
+MANIFEST = "export.json"
 NOISY = ("transformers", "torch.onnx", "torch.export", "torch._inductor", "onnxscript", "onnx_ir")
 
 
@@ -91,6 +92,7 @@ class Runner(nn.Module):
                 str(folder), **_options(folder, torch.get_num_threads())
             )
             _ = self.exported.runners
+        self.config: Any = self.exported.config
 
     def forward(self, **inputs: Any) -> Any:
         """What the exported model answers; sizes and dtypes as the model's own."""
@@ -100,14 +102,14 @@ class Runner(nn.Module):
 
 def _options(folder: Path, threads: int) -> dict[str, Any]:
     """As many threads as torch has, and the precision that was exported: OpenVINO takes less."""
-    manifest = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if manifest["export_format"] == "openvino":
         names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
         found = {part["metadata"]["export_dtype"] for part in manifest["components"].values()}
         hint = names[found.pop()]
         return {"config": {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": threads}}
     if manifest["export_format"] == "onnx":
-        import onnxruntime
+        import onnxruntime  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads

@@ -99,7 +99,7 @@ def _aoti() -> Any:
     class AotiExporter(DynamoExporter):
         """A program that is compiled by inductor when it is written."""
 
-        export_format = "aoti"
+        export_format: str = "aoti"
 
         @classmethod
         def save_program(cls, program: Any, path: Any) -> None:
@@ -109,7 +109,7 @@ def _aoti() -> Any:
         def load_program(cls, path: Any) -> Any:
             return torch._inductor.aoti_load_package(str(path))
 
-    class AotiRunner(ModelRunner):  # type: ignore[misc]
+    class AotiRunner(ModelRunner):
         """Runs a compiled package by torch's loader."""
 
         def __init__(self, program: Any, metadata: Any) -> None:
@@ -118,13 +118,14 @@ def _aoti() -> Any:
 
         @property
         def device(self) -> torch.device:
-            return torch.device(self.metadata.export_device)
+            return torch.device(self.metadata.export_device or "cpu")
 
         @classmethod
         def from_program(cls, program: Any, metadata: Any, device: Any = None) -> Any:
             return cls(program, metadata)
 
-        def __call__(self, **given: Any) -> Any:
+        def __call__(self, *shares: bool, **given: Any) -> Any:
+            # ``share_inputs`` and ``share_outputs`` come by name: torch copies neither.
             names = [name for name in self.metadata.kwargs if name in given]
             return self.program(**{name: given[name] for name in names})
 
