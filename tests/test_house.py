@@ -45,6 +45,7 @@ LAYERS = {
     "optimus.core.verify": 5,
     "optimus.core.engine": 5,
     "optimus.bettertransformer": 6,
+    "optimus.export": 6,
     "optimus.measure": 6,
     "optimus.export": 6.5,
     "optimus.cli": 7,

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from optimus.cli import bench, convert, env, plan, reverse, tune
+from optimus.cli import bench, convert, env, export, plan, reverse, tune, verify
 from optimus.cli import list as listing
 from optimus.core.errors import OptimusError, VerificationError
 from optimus.measure import machine
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"optimus {machine.version('optimus')}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (listing, plan, bench, tune, convert, reverse, env):
+    for command in (listing, plan, bench, tune, convert, export, verify, reverse, env):
         command.register(commands)
     return top
 

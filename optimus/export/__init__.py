@@ -1,1 +1,1 @@
-"""Checkpoints out and in: convert a folder, give the original back, load what was written."""
+"""Models out: checkpoints and graphs that others read, and checkpoints back in."""

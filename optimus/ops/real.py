@@ -253,7 +253,8 @@ class _Rewriting:
             self.pairs[node] = split(fx.Proxy(node, self.tracer))
 
     def _last_input(self) -> fx.Node:
-        return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        inputs: list[fx.Node] = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return inputs[-1]
 
     def _leave(self, node: fx.Node) -> None:
         if not any(one in self.pairs for one in node.all_input_nodes):
@@ -288,7 +289,8 @@ class _Rewriting:
             raise self._unknown(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
         if name in MAKERS and not any(isinstance(one, Pairs) for one in leaves((args, kwargs))):
-            return MAKERS[name](*args, **kwargs)
+            maker: Callable[..., Any] = MAKERS[name]
+            return maker(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.tracer.create_proxy(node.op, node.target, args, kwargs)
@@ -351,7 +353,8 @@ def _is_like(one: Tensor, other: Tensor) -> bool:
 
 
 def _memory(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    address: int = value.untyped_storage()._cdata
+    return address
 
 
 def _written(node: fx.Node) -> Iterator[Tensor]:

@@ -28,6 +28,7 @@ from optimus.core.surgery import Surgeon
 from optimus.ops.attention import attention
 from optimus.ops.capped import capped_attention
 from optimus.ops.kernels import spoils_gradients
+from optimus.ops.packed import PackedGraph
 from optimus.ops.sinks import sink_attention
 from optimus.ops.varlen import varlen_attention
 from optimus.replacements._watch import records_weights
@@ -184,6 +185,8 @@ def unpadded_attention(
     sequences = kwargs.pop("sequences", None)
     if sequences is None:
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
+    if isinstance(sequences, PackedGraph):
+        return sequences.attention(query, key, value, kwargs.get("scaling")), None
     if sequences.states is not None:
         sequences.states[module.layer_idx] = key, value
     window = kwargs.get("sliding_window")

@@ -8,6 +8,7 @@ from optimus.core.backend import Mode
 from optimus.core.replacement import Mixin, Replacement
 from optimus.replacements._attention import FusedAttention
 from optimus.replacements._encoder import Unpadded
+from optimus.replacements._graph import UnpaddedGraph
 from optimus.replacements._unpadding import PACKED_ON
 
 # The sizes of a model that the laws build in a second: two layers, wide enough to pack.
@@ -38,6 +39,17 @@ def unpadded(family: str, model: str, *, mixin: type[Mixin] = Unpadded) -> Repla
         mixin=mixin,
         modes=frozenset({Mode.INFERENCE}),
         backends=PACKED_ON,
+    )
+
+
+def unpadded_graph(family: str, model: str) -> Replacement:
+    """The encoder ``model`` of the modeling file of ``family``, for exporters."""
+    return Replacement(
+        name=f"{family}.encoder.unpadded-graph",
+        targets=(MODELING.format(family, model),),
+        mixin=UnpaddedGraph,
+        modes=frozenset({Mode.EXPORT}),
+        backends=CPUS,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from optimus.core.replacement import Architecture
-from optimus.replacements._families import ENCODER, fused, unpadded
+from optimus.replacements._families import ENCODER, fused, unpadded, unpadded_graph
 
 
 def tiny() -> Any:
@@ -19,5 +19,9 @@ ARCHITECTURE = Architecture(
     model_type="bert",
     tiny=tiny,
     heads=("AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"),
-    replacements=(unpadded("bert", "BertModel"), fused("bert", "BertModel")),
+    replacements=(
+        unpadded("bert", "BertModel"),
+        unpadded_graph("bert", "BertModel"),
+        fused("bert", "BertModel"),
+    ),
 )
