@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from still import SMALL
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, T5ForConditionalGeneration
 
@@ -17,19 +18,6 @@ import optimus
 from optimus.core.errors import NothingToDoError
 from optimus.ops import native
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL),

@@ -47,7 +47,6 @@ LAYERS = {
     "optimus.bettertransformer": 6,
     "optimus.export": 6,
     "optimus.measure": 6,
-    "optimus.export": 6.5,
     "optimus.cli": 7,
 }
 HEAVY = ("transformers", "accelerate", "rich", "safetensors")

@@ -15,7 +15,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -289,8 +289,7 @@ class _Rewriting:
             raise self._unknown(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
         if name in MAKERS and not any(isinstance(one, Pairs) for one in leaves((args, kwargs))):
-            maker: Callable[..., Any] = MAKERS[name]
-            return maker(*args, **kwargs)
+            return cast(Callable[..., Any], MAKERS[name])(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.tracer.create_proxy(node.op, node.target, args, kwargs)

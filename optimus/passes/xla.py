@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from optimus.core.backend import Context, Mode, detect
+from optimus.core.backend import Context, Mode, detect, is_available
 from optimus.core.errors import Refusal
 from optimus.core.originals import Keeper
 from optimus.core.paths import generates
@@ -52,7 +52,7 @@ class Sharding:
             return Refusal(f"not for {context.backend.name}", hardware=True)
         if context.mode is Mode.TRAINING:
             return Refusal("not for training: gradients were never tried")
-        if refusal := unfit_devices():
+        if refusal := _missing() or unfit_devices():
             return refusal
         named = (name for name, one in model.named_parameters() if sharding(one))
         if (name := next(named, None)) is not None:
@@ -85,13 +85,23 @@ def _splits(model: nn.Module) -> Iterator[tuple[nn.Module, Split]]:
             yield module, Split(dimension)
 
 
-@dataclass(frozen=True, slots=True)
+def _missing() -> Refusal | None:
+    if is_available("xla"):
+        return None
+    return Refusal("torch_xla is not installed", hardware=True)
+
+
+@dataclass(frozen=True)
 class LazyStatic(Static):
     """Generation in static shapes, of which plans for other hardware say nothing."""
 
     def concerns(self, model: nn.Module) -> bool:
         """Models that generate, on XLA."""
         return generates(model) and detect(model).name in self.backends
+
+    def refuses(self, model: nn.Module, context: Context) -> Refusal | None:
+        """As any, and where a plan is made for XLA elsewhere."""
+        return super().refuses(model, context) or _missing()
 
 
 PASSES = (Sharding(), LazyStatic("static.xla", XLA, Lazy, by_name=False))

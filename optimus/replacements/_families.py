@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from optimus.core.backend import Mode
+from optimus.core.backend import CPUS, Mode
 from optimus.core.replacement import Mixin, Replacement
 from optimus.replacements._attention import FusedAttention
 from optimus.replacements._encoder import Unpadded
