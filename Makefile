@@ -5,7 +5,7 @@ BIN := .venv/bin
 # torch first and alone: a package that asks for any torch would fetch the newest, with CUDA.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all accuracy lint bench
+.PHONY: demo test test-all test-xla accuracy lint bench
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -18,6 +18,10 @@ test: lint
 # With the sweep over every row and every model type of transformers: about an hour.
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' -n auto --maxprocesses 4 --dist worksteal
+
+# The XLA suite on torch_xla's own CPU device, with the torch that torch_xla has a wheel for.
+test-xla: .venv-xla/ready
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 .venv-xla/bin/python -m pytest -c tests/xla/pytest.ini tests/xla
 
 # Trains a small language model on the standard library's text once: minutes.
 accuracy: .venv/test
@@ -49,4 +53,19 @@ bench: .venv/bench
 
 .venv/bench: .venv/demo
 	$(PIP) -e '.[bench]'
+	touch $@
+
+# PyPI's torch is the CUDA one. Its NVIDIA wheels are several times its size, so stubs take their
+# place; whoever depends on a torch comes without what it depends on.
+XLA := .venv-xla/bin/python -m pip install --quiet --disable-pip-version-check
+
+.venv-xla/ready: constraints.txt tests/xla/stubs.py
+	@test -n "$(PYTHON)" || { echo "optimus needs Python 3.11 or newer"; exit 1; }
+	rm -rf .venv-xla
+	$(PYTHON) -m venv .venv-xla
+	$(XLA) -c constraints.txt absl-py filelock fsspec Jinja2 networkx numpy psutil pytest PyYAML \
+		requests safetensors setuptools sympy transformers typing_extensions
+	$(XLA) -c constraints.txt --no-deps accelerate
+	$(XLA) --no-deps torch==2.9.0 torch_xla==2.9.0
+	.venv-xla/bin/python tests/xla/stubs.py
 	touch $@

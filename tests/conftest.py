@@ -8,8 +8,11 @@ import torch
 import optimus
 from optimus.ops import native
 
+# The XLA suite needs an environment of its own (`make test-xla`).
+collect_ignore = ["xla"]
 # Without AVX-512 its rows are refused, which test_generation sees to.
-collect_ignore = [] if native.steps() else ["test_steps.py"]
+if not native.steps():
+    collect_ignore.append("test_steps.py")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib.util
 import itertools
 import platform
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from optimus.ops.varlen import packed_kernel
 BACKENDS = ("x86", "arm", "cuda", "hpu", "xla")
 CPUS = frozenset({"x86", "arm"})
 ALIASES = {"tpu": "xla"}
+# Device types that record calls, and compute when they are looked at.
+LAZY = frozenset({"xla"})
 
 
 class Mode(enum.Enum):
@@ -120,6 +123,8 @@ def detect(model: nn.Module) -> Backend:
     device = "cpu" if tensor is None else tensor.device.type
     if tensor is not None and device == "cuda":
         return _cuda(tensor.device)
+    if device == "xla":
+        return Backend("xla", device, features=frozenset({"int8-weights"}))
     return host() if device in ("cpu", "meta") else Backend(ALIASES.get(device, device), device)
 
 
@@ -148,8 +153,20 @@ def is_available(name: str) -> bool:
     """Whether this machine has the backend's device."""
     if name in CPUS:
         return host().name == name
+    if name == "xla":
+        return importlib.util.find_spec("torch_xla") is not None
     module = getattr(torch, name, None)
     return bool(module is not None and hasattr(module, "is_available") and module.is_available())
+
+
+def launch(device: torch.device) -> None:
+    """Have a lazy device compute all that was asked of it so far, as one graph.
+
+    XLA records calls, and compiles what is recorded whenever somebody looks at a number: looked
+    at one by one, the outputs of one forward are as many graphs. On others nothing is waiting.
+    """
+    if device.type in LAZY:
+        importlib.import_module("torch_xla").sync()
 
 
 def resolve(backend: str | Backend | None, model: nn.Module) -> Backend:

@@ -271,7 +271,8 @@ class _Planner:
 
     def _meant(self, pattern: str, context: Context) -> list[Pass]:
         """Who names a kind of pass means the one for this hardware, where there is one."""
-        found = [item for item in self._find(pattern) if not isinstance(item, Replacement)]
+        passes = [item for item in self._find(pattern) if not isinstance(item, Replacement)]
+        found = [item for item in passes if item.name not in self.passes]
         here = [item for item in found if context.backend.name in item.backends]
         return here if pattern != "*" and here else found
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimus.core.backend import LAZY, launch
 from optimus.core.errors import PlanError
 from optimus.core.paths import ties, unwrap
 from optimus.core.planner import JOURNAL
@@ -230,7 +231,19 @@ def _run(
     finally:
         for handle in handles:
             handle.remove()
-    return dict(_tensors(output, "")), seen
+    return _settled(dict(_tensors(output, ""))), _settled(seen)
+
+
+def _settled(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a lazy device is asked for is computed now, and compared elsewhere.
+
+    Each comparison of numbers would be a graph of its own, to be compiled: 20 of them for the
+    verdict on a llama of two layers, 25 s of one core.
+    """
+    lazy = {value.device for value in values.values() if value.device.type in LAZY}
+    for device in lazy:
+        launch(device)
+    return {name: v.cpu() if v.device in lazy else v for name, v in values.items()}
 
 
 def _fitting(model: nn.Module, sample: Sample) -> Sample:
@@ -262,6 +275,7 @@ def _real(value: Tensor, mask: Tensor | None) -> Tensor:
     """The entries that a mask calls real; a packed ``[1, total, ...]`` has no others."""
     if mask is None or value.ndim < 2:
         return value
+    mask = mask.to(value.device)
     if value.shape[:2] == mask.shape:
         return value[mask.bool()]
     total = int(mask.sum())

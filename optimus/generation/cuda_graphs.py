@@ -338,7 +338,7 @@ class Captured:
 
         return run
 
-    def synchronise(self) -> None:
+    def synchronise(self, slate: Slate) -> None:
         """Wait for the device."""
         self.graphs.capture.synchronise()
 

@@ -39,7 +39,7 @@ class Call:
     def read(self, ends: tuple[int, ...]) -> Tensor:
         """The whole prompt; the logits that its last token gives, ``[batch, vocabulary]``."""
         prompt, slate = self.prompt, self.slate
-        slate.open(len(prompt.ids), list(ends), prompt.pad)
+        self.station.open(slate, len(prompt.ids), list(ends), prompt.pad)
         for part in self.buckets.sections(prompt.ids.shape[1]):
             columns = slice(part.begin, part.end)
             values = (one[:, columns] for one in (prompt.ids, prompt.positions, prompt.live))

@@ -33,8 +33,8 @@ class Runner(Protocol):
     def prepare(self, graph: Graph) -> Ready:
         """Something to call in place of ``compute``; it may wait with compiling until then."""
 
-    def synchronise(self) -> None:
-        """Come back when everything asked for is done."""
+    def synchronise(self, slate: Slate) -> None:
+        """Come back when everything asked for of the slate is done."""
 
     def forget(self, slate: Slate) -> None:
         """The slate is not used any more: drop what was made for its addresses."""
@@ -54,7 +54,7 @@ class Eager:
         self.compilations += 1
         return _function(graph)
 
-    def synchronise(self) -> None:
+    def synchronise(self, slate: Slate) -> None:
         """Nothing is ever pending."""
 
     def forget(self, slate: Slate) -> None:
@@ -80,7 +80,7 @@ class Compiled:
         compile_graph: Any = torch._dynamo.lookup_backend(self.backend)
         return cast(Callable[..., Any], compile_graph(module, inputs))
 
-    def synchronise(self) -> None:
+    def synchronise(self, slate: Slate) -> None:
         """Nothing is pending on a CPU."""
 
     def forget(self, slate: Slate) -> None:

@@ -86,6 +86,10 @@ class Slate:
             padded[: source.shape[0], : source.shape[1]] = source
             target.copy_(padded)
 
+    def state(self) -> tuple[Tensor, ...]:
+        """What a graph writes besides keys and values."""
+        return self.live, self.finished, self.tokens, self.token, self.position, self.slot
+
     def ended(self) -> Tensor:
         """``[batch]``: whose next token is an end of text."""
         return (self.token == self.ends).any(-1)

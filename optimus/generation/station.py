@@ -48,12 +48,20 @@ class Station:
             shapes, buckets = self._shapes, self.buckets
         # Of inference mode's tensors nothing could be written outside of it.
         with torch.inference_mode(mode=False):
-            return Slate(shapes, batch, buckets)
+            slate = Slate(shapes, batch, buckets)
+        self.runner.synchronise(slate)
+        return slate
+
+    def open(self, slate: Slate, rows: int, ends: list[int], pad: int) -> None:
+        """As ``Slate.open``, and done before anything else: a lazy device would compile it with the
+        first section of a prompt, and the others without."""
+        slate.open(rows, ends, pad)
+        self.runner.synchronise(slate)
 
     def give(self, slate: Slate, window: int) -> None:
         """Back for others; ``window``: how much of it was written to."""
         slate.clear(window)
-        self.runner.synchronise()
+        self.runner.synchronise(slate)
         with self._lock:
             if (slate.shapes, slate.buckets) == (self._shapes, self.buckets):
                 self._free.append(slate)

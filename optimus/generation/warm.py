@@ -32,8 +32,7 @@ def warm_up(
     for done, graph in enumerate(graphs):
         if progress is not None:
             progress(done, len(graphs), graph.name)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            _rehearse(root, station, graph)
+        _rehearse(root, station, graph)
     if progress is not None:
         progress(len(graphs), len(graphs), "ready")
     station.runs.clear()
@@ -41,10 +40,12 @@ def warm_up(
     return len(graphs)
 
 
+@torch.inference_mode(mode=False)
+@torch.no_grad()
 def _rehearse(model: nn.Module, station: Station, graph: Graph) -> None:
     """A call of which the last graph is this one, with all that is done around it."""
     slate = station.take(model, graph.batch)
-    slate.open(graph.batch, [], 0)
+    station.open(slate, graph.batch, [], 0)
     if graph.kind == "prefill":
         ids = torch.zeros(graph.batch, graph.length, dtype=torch.long)
         slate.load(graph.length, ids, ids, ids == 0)
@@ -52,6 +53,8 @@ def _rehearse(model: nn.Module, station: Station, graph: Graph) -> None:
     slate.is_done()
     slate.written()
     slate.put(torch.zeros(graph.batch, dtype=torch.long))
+    # By itself, as before a decode: a lazy device would compile it with what comes next.
+    station.runner.synchronise(slate)
     station.give(slate, graph.window)
 
 

@@ -146,11 +146,11 @@ def varlen_attention(
     """
     sequences.uses += 1
     lengths = sequences.lengths
-    if window is None and max(lengths) <= MOST_KEYS and takes(query, key, value):
-        return within(query, key, value, lengths, causal=sequences.causal, scale=scale)
     kernel = packed_kernel()
     if kernel is not None and _fits(query, value) and (window is None or sequences.is_dense):
         return _in_one_call(kernel, (query, key, value), sequences, scale=scale, window=window)
+    if window is None and max(lengths) <= MOST_KEYS and takes(query, key, value):
+        return within(query, key, value, lengths, causal=sequences.causal, scale=scale)
     outputs, start = [], 0
     for length in lengths:
         part = slice(start, start + length)
