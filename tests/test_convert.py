@@ -230,7 +230,7 @@ def test_numbers_beyond_the_dtype(copy, tmp_path):
         if fits:
             convert(str(copy), tmp_path / "out", dtype="float16")
             continue
-        with pytest.raises(OptimusError, match="numbers beyond torch.float16"):
+        with pytest.raises(OptimusError, match="numbers beyond torch"):
             convert(str(copy), tmp_path / "other", dtype="float16")
 
 
