@@ -219,6 +219,21 @@ def test_odd_tensors(copy, tmp_path):
     assert digests(restore(tmp_path / "out").back) == digests(copy)
 
 
+def test_numbers_beyond_the_dtype(copy, tmp_path):
+    """A number that would become infinity is refused; infinity itself stays."""
+    file = min(copy.glob("*.safetensors"))
+    held = load_file(file)
+    name = next(iter(held))
+    for value, fits in ((torch.inf, True), (1e6, False)):
+        held[name].view(-1)[0] = value
+        save_file(held, file, {"format": "pt"})
+        if fits:
+            convert(str(copy), tmp_path / "out", dtype="float16")
+            continue
+        with pytest.raises(OptimusError, match="numbers beyond torch"):
+            convert(str(copy), tmp_path / "other", dtype="float16")
+
+
 def refused(capsys, *arguments) -> str:
     """Run a command that must fail; its line."""
     assert main([str(a) for a in arguments]) == 2

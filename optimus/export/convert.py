@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,21 +104,33 @@ def _names(count: int) -> list[str]:
 def _weights(place: Place, parts: list[list[Step]], tick: Callable[[str], None]) -> dict[str, str]:
     """Every shard and the index; the digests of the source."""
     digests: dict[str, str] = {}
-    for name, steps in zip(_names(len(parts)), parts, strict=True):
-        file = place.tree / name
-        if not _is_done(file, place.done.get(name)):
-            part = file.with_suffix(".part")
-            read, wrote = write_shard(part, steps, tick)
-            part.rename(file)
-            place.done[name] = {"read": read, "wrote": wrote}
-            place.note(name, place.done[name])
-        else:
-            for step in steps:
-                tick(step.source.name)
-        digests.update(place.done[name]["read"])
+    # The disk takes one file while the next is made.
+    with ThreadPoolExecutor(1) as disk:
+        waiting = []
+        for name, steps in zip(_names(len(parts)), parts, strict=True):
+            file = place.tree / name
+            if not _is_done(file, place.done.get(name)):
+                read, wrote = write_shard(file.with_suffix(".part"), steps, tick)
+                place.done[name] = {"read": read, "wrote": wrote}
+                waiting.append(disk.submit(_settle, place, file))
+            else:
+                for step in steps:
+                    tick(step.source.name)
+            digests.update(place.done[name]["read"])
+        for one in waiting:
+            one.result()
     if len(parts) > 1:
         (place.tree / INDEX).write_text(_index(parts), encoding="utf-8")
     return digests
+
+
+def _settle(place: Place, file: Path) -> None:
+    """A file that is on the disk gets its name, and then its line in the journal."""
+    part = file.with_suffix(".part")
+    with part.open("rb") as written:
+        os.fsync(written.fileno())
+    part.rename(file)
+    place.note(file.name, place.done[file.name])
 
 
 def _is_done(file: Path, facts: Any) -> bool:

@@ -144,13 +144,17 @@ def _companions(folder: Path, tree: Path) -> Iterator[Path]:
 
 
 def chunks(stored: Stored, size: int = CHUNK) -> Iterator[memoryview]:
-    """The tensor's bytes, a few at a time; each is gone when the next is asked for."""
-    buffer = memoryview(bytearray(min(size, stored.nbytes)))
+    """The tensor's bytes, a few at a time; each is gone when the next but one is asked for."""
+    buffers: list[memoryview] = []
     left = stored.nbytes
     with stored.file.open("rb", buffering=0) as data:
         data.seek(stored.start)
         while left:
-            part = buffer[: min(len(buffer), left)]
+            # The second only where it is needed; from then on they take turns.
+            if len(buffers) < 2:
+                buffers.append(memoryview(bytearray(min(size, left))))
+            buffers.reverse()
+            part = buffers[0][: min(size, left)]
             if not _fill(data, part):
                 raise FolderError(f"{stored.file.name} became shorter while it was read.")
             left -= len(part)

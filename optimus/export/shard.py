@@ -8,8 +8,7 @@ does not grow with the shard, nor with the tensor.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,43 +32,49 @@ def write_shard(
     header, places = make_header(one for step in steps for one in step.outcomes)
     read: Digests = {}
     wrote: Digests = {}
-    with file.open("wb") as out, ThreadPoolExecutor(2) as pool:
+    with file.open("wb") as out, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         out.write(header)
         for step in steps:
-            hashes = _Hashes(pool)
+            hashes = _Hashes((one, other))
             makers = _rounded(step, hashes) if step.scheme else _cast(step, hashes)
             at = dict(places)
             for name, part in makers:
                 out.seek(at[name])
                 out.write(part)
                 at[name] += len(part)
-                hashes.settle()
+                hashes.turn()
+            hashes.settle()
             read[step.source.name] = hashes.digest("")
             wrote.update({one.name: hashes.digest(one.name) for one in step.outcomes})
             tick(step.source.name)
-        out.flush()
-        os.fsync(out.fileno())
     return read, wrote
 
 
 class _Hashes:
     """Digests that are made on other threads while the bytes are written; "" is the source."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: Sequence[ThreadPoolExecutor]) -> None:
         self.pool = pool
         self.hashers: dict[str, Any] = {}
         self.same: dict[str, str] = {}
         self.waiting: list[Any] = []
+        self.fresh: list[Any] = []
 
     def add(self, name: str, part: memoryview) -> None:
         hasher = self.hashers.setdefault(name, hashlib.sha256())
-        self.waiting.append(self.pool.submit(hasher.update, part))
+        # Two parts of one tensor must not overtake each other.
+        self.fresh.append(self.pool[name != ""].submit(hasher.update, part))
 
-    def settle(self) -> None:
-        """Wait: the buffers are used again."""
+    def turn(self) -> None:
+        """Wait for all but the last part: the buffer of the one before is used again."""
         for one in self.waiting:
             one.result()
-        self.waiting.clear()
+        self.waiting, self.fresh = self.fresh, []
+
+    def settle(self) -> None:
+        """Wait for all."""
+        self.turn()
+        self.turn()
 
     def digest(self, name: str) -> str:
         found: str = self.hashers.get(self.same.get(name, name), hashlib.sha256()).hexdigest()
@@ -86,7 +91,7 @@ def _cast(step: Step, hashes: _Hashes) -> Iterator[tuple[str, memoryview]]:
             continue
         wide = torch.frombuffer(part, dtype=source.dtype)
         narrow = wide.to(outcome.dtype)
-        if bool((narrow.isinf() & ~wide.isinf()).any()):
+        if not bool(narrow.isfinite().all()) and bool((narrow.isinf() & ~wide.isinf()).any()):
             raise FolderError(f"{source.name} has numbers beyond {outcome.dtype}; use bfloat16.")
         made = _bytes(narrow)
         hashes.add(outcome.name, made)
