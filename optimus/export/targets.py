@@ -53,7 +53,7 @@ TARGETS = {
     one.name: one
     for one in (
         Target("torch-export", "dynamo", packs=True),
-        Target("aoti", "aoti"),
+        Target("aoti", "aoti", packs=True),
         Target("onnx", "onnx", ("onnx", "onnxscript", "onnxruntime"), "onnx", packs=True),
         Target("openvino", "openvino", ("openvino",), "openvino", packs=True),
         # Its memory is laid out beforehand, for the largest batch.
