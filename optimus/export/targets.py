@@ -101,7 +101,7 @@ def _aoti() -> Any:
     class AotiExporter(DynamoExporter):
         """A program that is compiled by inductor when it is written."""
 
-        export_format: str = "aoti"
+        export_format: Any = "aoti"
 
         @classmethod
         def save_program(cls, program: Any, path: Any) -> None:

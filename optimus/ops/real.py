@@ -289,7 +289,7 @@ class _Rewriting:
             raise self._unknown(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._given)
         if name in MAKERS and not any(isinstance(one, Pairs) for one in leaves((args, kwargs))):
-            maker: Callable[..., Any] = MAKERS[name]
+            maker: Any = MAKERS[name]
             return maker(*args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
