@@ -66,7 +66,8 @@ def test_transformers_reads_what_was_written(tmp_path):
     batch = dict(inputs.traced(model))
     with program.quiet():
         theirs = ExportedModel.from_pretrained(str(out))(**batch).last_hidden_state
-    torch.testing.assert_close(theirs, model(**batch).last_hidden_state)
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(theirs[real], model(**batch).last_hidden_state[real])
     record = json.loads((out / exporting.RECORD).read_text())
     assert optimus.Plan.from_json(json.dumps(record["plan"])).context.mode.value == "export"
     assert record["export"]["bytes"] == report.bytes
@@ -151,6 +152,26 @@ def test_a_failure_midway_leaves_nothing(error, tmp_path):
     with pytest.raises(wanted), exporting.staged(tmp_path / "out") as folder:
         fail(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_packs_in_its_graph(tmp_path):
+    """Padding is not computed, and position 0 is as in stock also where it is padding."""
+    model = tiny()
+    report = exporting.export(model, tmp_path / "out", "torch-export")
+    assert report.claims == {"bert.encoder.unpadded-graph": 1}
+    batch = inputs.ragged(inputs.traced(model), 6, 20, words=50, pad=0)
+    with torch.inference_mode():
+        stock, mine = model(**batch), program.Runner(tmp_path / "out")(**batch)
+    torch.testing.assert_close(mine.pooler_output, stock.pooler_output)
+    padding = batch["attention_mask"][:, 1:] == 0
+    assert not mine.last_hidden_state[:, 1:][padding].any()
+
+
+def test_a_target_that_cannot_pack_gets_the_padded_graph(tmp_path):
+    """The plan of the record says why the row was left out."""
+    made = exporting._plan(tiny(), Target("x", "dynamo"))
+    assert made.claims == ()
+    assert any("x takes no size" in why.reason for _, _, why in made.refusals)
 
 
 def test_what_cannot_be_captured_says_so(tmp_path):

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from optimus.core.backend import Mode
-from optimus.core.engine import reverse, transform
-from optimus.core.errors import VerificationError
-from optimus.core.planner import JOURNAL, Plan
+from optimus.core.engine import apply, reverse
+from optimus.core.errors import Refusal, VerificationError
+from optimus.core.planner import Plan, plan
 from optimus.core.probe import Sample
 from optimus.core.verify import CLOSE, Reference, Verdict, reference, verify
 from optimus.export.inputs import batches, longest, traced
@@ -28,6 +28,7 @@ from optimus.export.program import Runner, write
 from optimus.export.targets import TARGETS, ExportError, Target
 
 RECORD = "optimus.json"
+PACKED = ".unpadded-graph"
 RUNS = 5
 STEPS = 4
 
@@ -89,27 +90,41 @@ def export(
     tick("captured the stock answers")
     with staged(out) as folder:
         started = time.perf_counter()
-        plan = _written(model, chosen, sample, most, folder)
+        made = _written(model, chosen, sample, most, folder)
         seconds = time.perf_counter() - started
         tick(f"wrote {chosen.name}")
         figures = answered(model, Runner(folder), stock)
         tick("compared five sizes")
         beside(folder)
-        report = _report(model, chosen, out, folder, plan, figures, seconds)
-        text = json.dumps({"export": report.data(), "plan": json.loads(plan.to_json())}, indent=2)
+        report = _report(model, chosen, out, folder, made, figures, seconds)
+        text = json.dumps({"export": report.data(), "plan": json.loads(made.to_json())}, indent=2)
         (folder / RECORD).write_text(text + "\n", encoding="utf-8")
         _demand_same(report)
     return report
 
 
 def _written(model: nn.Module, target: Target, sample: Sample, most: int, folder: Path) -> Plan:
-    transform(model, mode=Mode.EXPORT)
-    plan: Plan = vars(model)[JOURNAL].plan
+    made = _plan(model, target)
+    apply(model, made)
     try:
         write(model, target, sample, most, folder)
     finally:
         reverse(model)
-    return plan
+    return made
+
+
+def _plan(model: nn.Module, target: Target) -> Plan:
+    """What is swapped before the graph is captured: whatever the target can run."""
+    made = plan(model, mode=Mode.EXPORT)
+    if target.packs:
+        return made
+    why = Refusal(f"{target.name} takes no size that only the run knows")
+    left = [claim for claim in made.claims if claim.replacement.endswith(PACKED)]
+    return replace(
+        made,
+        claims=tuple(claim for claim in made.claims if claim not in left),
+        refusals=(*made.refusals, *((claim.path, claim.replacement, why) for claim in left)),
+    )
 
 
 def stock_answers(model: nn.Module, sample: Sample, most: int) -> dict[str, Reference]:
@@ -160,12 +175,12 @@ def _report(
     target: Target,
     out: Path,
     folder: Path,
-    plan: Plan,
+    made: Plan,
     figures: tuple[Figure, ...],
     seconds: float,
 ) -> Report:
     claims: dict[str, int] = {}
-    for claim in plan.claims:
+    for claim in made.claims:
         claims[claim.replacement] = claims.get(claim.replacement, 0) + 1
     return Report(
         target=target.name,

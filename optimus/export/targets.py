@@ -25,14 +25,16 @@ class ExportError(OptimusError, RuntimeError):
 class Target:
     """A name of ours, transformers' name of the format, and the packages without which it is none.
 
-    ``extra`` is the extra of optimus that installs them. ``texts`` and ``tokens`` are the most that
-    a batch may have.
+    ``extra`` is the extra of optimus that installs them. ``packs``: it runs
+    graphs with a size that only the run knows. ``texts`` and ``tokens`` are the most that a batch
+    may have.
     """
 
     name: str
     format: str
     needs: tuple[str, ...] = ()
     extra: str = ""
+    packs: bool = False
     texts: int = 1024
     tokens: int = 1 << 17
 
@@ -50,10 +52,10 @@ class Target:
 TARGETS = {
     one.name: one
     for one in (
-        Target("torch-export", "dynamo"),
-        Target("aoti", "aoti"),
-        Target("onnx", "onnx", ("onnx", "onnxscript", "onnxruntime"), "onnx"),
-        Target("openvino", "openvino", ("openvino",), "openvino"),
+        Target("torch-export", "dynamo", packs=True),
+        Target("aoti", "aoti", packs=True),
+        Target("onnx", "onnx", ("onnx", "onnxscript", "onnxruntime"), "onnx", packs=True),
+        Target("openvino", "openvino", ("openvino",), "openvino", packs=True),
         # Its memory is laid out beforehand, for the largest batch.
         Target("executorch", "executorch", ("executorch",), "executorch", texts=8, tokens=512),
     )
