@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-BAR, GAP, LETTER = 20, 9, 7.4  # pixels; a letter of the page's 13 px is at most so wide
-WIDTH, ROOM = 460, 100  # of a plot, and of the figure that is written behind a bar
+# Pixels; a letter of the page's 13 is on average not as wide in any font that browsers bring.
+BAR, GAP, LETTER, WIDTH = 20, 9, 7.8, 460
 DECADES = 8  # an error below 1e-8 is that of the sum's own order
 
 
@@ -33,7 +33,9 @@ def on_decades(error: float) -> float:
     >>> [on_decades(error) for error in (0.0, 1e-8, 1e-4, 1.0)]
     [0.0, 0.0, 0.5, 1.0]
     """
-    return 0.0 if error <= 0 else min(max(1 + math.log10(error) / DECADES, 0.0), 1.0)
+    if not error > 0:  # NaN, too, has no place
+        return 0.0
+    return min(max(1 + math.log10(error) / DECADES, 0.0), 1.0)
 
 
 def _drawn(bar: Bar, *, y: float, left: float, scale: float) -> str:
@@ -61,9 +63,10 @@ def plot(title: str, bars: Sequence[Bar], *, note: str, full: float = 0.0, wide:
     ``note`` says what is drawn, below. ``wide`` is how many columns of the page it takes.
     """
     left = LETTER * max(len(bar.name) for bar in bars) + 12
+    room = LETTER * max(len(bar.label) for bar in bars) + 12
     most = max(full, *(max(bar.begin, bar.end, bar.reach) for bar in bars)) or 1.0
     width = WIDTH * wide
-    scale = (width - left - ROOM) / most
+    scale = (width - left - room) / most
     drawn = "".join(
         _drawn(bar, y=GAP + n * (BAR + GAP), left=left, scale=scale) for n, bar in enumerate(bars)
     )

@@ -8,6 +8,7 @@ share the same gain differently; this is the order in which the plan makes them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from optimus.measure.figures import Comparison, Row
@@ -42,7 +43,7 @@ class Waterfall:
     def falls(self) -> tuple[Fall, ...]:
         """One a swap, by the fastest run of each side; a side without times has none."""
         ran = [row for row in self.comparison.rows if row.ran]
-        steps = zip(ran, ran[1:], strict=False)
+        steps = itertools.pairwise(ran)
         return tuple(Fall(after.name, before.least, after.least) for before, after in steps)
 
 
