@@ -5,7 +5,7 @@ BIN := .venv/bin
 # torch first and alone: a package that asks for any torch would fetch the newest, with CUDA.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-xla accuracy lint bench
+.PHONY: demo test test-all test-page test-xla accuracy lint bench notebooks
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -17,7 +17,15 @@ test: lint
 
 # With the sweep over every row and every model type of transformers: about an hour.
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' -n auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not page' -n auto --maxprocesses 4 --dist worksteal
+
+# The page of `optimus bench --html` in a headless Chromium; screenshots lie in build/page.
+test-page: .venv/page
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/test_page.py
+
+# Every notebook is run and written anew, outputs and all.
+notebooks: .venv/notebooks
+	$(BIN)/python notebooks/run.py
 
 # The XLA suite on torch_xla's own CPU device, with the torch that torch_xla has a wheel for.
 test-xla: .venv-xla/ready
@@ -49,6 +57,17 @@ bench: .venv/bench
 
 .venv/test: .venv/demo
 	$(PIP) -e '.[test]'
+	touch $@
+
+# The system's Chromium if there is one, else playwright's own.
+.venv/page: .venv/test
+	$(PIP) -e '.[page]'
+	@which chromium-headless-shell chromium chromium-browser google-chrome >/dev/null 2>&1 || \
+		$(BIN)/playwright install --with-deps chromium-headless-shell
+	touch $@
+
+.venv/notebooks: .venv/demo
+	$(PIP) -e '.[notebooks]'
 	touch $@
 
 .venv/bench: .venv/demo

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optimus.measure import alternate, load, machine, page, report, text
+from optimus.measure import alternate, load, machine, report, text
 from optimus.measure.figures import Comparison, Row, Work
 from optimus.measure.side import STOCK, Runner, Task
 
@@ -224,11 +224,3 @@ def test_the_report_has_every_side(comparison):
     assert data["sides"][3]["refused"] == "no native bf16"
     assert data["sides"][1]["seconds"] == [0.1, 0.11, 0.15]
     assert report.cells(comparison, comparison.rows[3]) == ("bf16", "refused")
-
-
-def test_the_page_needs_nothing_else(comparison):
-    """No request leaves it, names are escaped, and there is one bar for each side that ran."""
-    made = page.html(comparison)
-    assert "m&lt;1&gt;" in made
-    assert made.count("<rect") == 3
-    assert not any(word in made for word in ("http", "<script", "src=", "url("))

@@ -13,9 +13,10 @@ from optimus.cli.plan import add_attention
 from optimus.cli.progress import Steps
 from optimus.core.errors import RegistryError
 from optimus.core.recipes import RECIPES
-from optimus.measure import alternate, load, page, report, text
+from optimus.measure import alternate, load, page, report, text, waterfall
 from optimus.measure.figures import Comparison
 from optimus.measure.side import STOCK, Task
+from optimus.measure.waterfall import Waterfall
 
 DEFAULT_TEXTS = 64
 
@@ -46,7 +47,10 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--runs", type=_count, default=5, metavar="N", help="timed runs a side")
     add_attention(parser)
     parser.add_argument("--json", action="store_true", help="the figures on stdout as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE",
+        help="write a self-contained page with plots, and the gain measured swap by swap",
+    )  # fmt: skip
     parser.set_defaults(func=run)
 
 
@@ -63,11 +67,22 @@ def _tasks(options: argparse.Namespace) -> dict[str, Task]:
     return {name: dataclasses.replace(task, recipe=name) for name in (STOCK, *recipes)}
 
 
-def _measure(options: argparse.Namespace) -> Comparison:
+def _measure(options: argparse.Namespace) -> tuple[Comparison, Waterfall | None]:
+    """The sides, and for a page the swaps of the fastest one by one."""
     with Steps("reading the texts") as steps:
         tasks = _tasks(options)
-        steps.expect(alternate.steps(tasks, options.runs))
-        return alternate.compare(tasks, runs=options.runs, tick=steps.done)
+        total = alternate.steps(tasks, options.runs)
+        steps.expect(total)
+        comparison = alternate.compare(tasks, runs=options.runs, tick=steps.done)
+        if options.html is None or comparison.best is None:
+            return comparison, None
+        best = comparison.best
+        parts = waterfall.tasks(tasks[best.name], best)
+        if not parts:
+            return comparison, None
+        steps.expect(total + alternate.steps(parts, options.runs))
+        apart = alternate.compare(parts, runs=options.runs, tick=steps.done)
+    return comparison, Waterfall(best.name, apart)
 
 
 def _show(comparison: Comparison, console: Console) -> None:
@@ -86,12 +101,15 @@ def _write(file: Path, content: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 where a side ran and its answers were not verified."""
-    comparison = _measure(options)
+    comparison, fallen = _measure(options)
     if options.html:
-        _write(options.html, page.html(comparison))
+        _write(options.html, page.html(comparison, fallen))
     console = Console()
     if options.json:
-        console.print_json(json.dumps(report.data(comparison)))
+        found = report.data(comparison)
+        if fallen:
+            found["waterfall"] = waterfall.data(fallen)
+        console.print_json(json.dumps(found))
     else:
         _show(comparison, console)
     return int(any(row.unverified for row in comparison.rows))

@@ -82,6 +82,12 @@ class Comparison:
         """The side that the others are compared with."""
         return next(row for row in self.rows if row.name == STOCK)
 
+    @property
+    def best(self) -> Row | None:
+        """The fastest side beside stock whose answers may be used."""
+        fit = [row for row in self.rows if row.ran and not row.unverified and row.name != STOCK]
+        return max(fit, key=self.ratio, default=None)
+
     def ratio(self, row: Row) -> float:
         """How many times faster than stock, fastest run against fastest run."""
         return self.stock.least / row.least

@@ -97,10 +97,9 @@ def notes(comparison: Comparison) -> list[str]:
 
 def verdict(comparison: Comparison) -> str:
     """One sentence: what to use."""
-    fit = [r for r in comparison.rows if r.ran and not r.unverified and r.name != STOCK]
-    if not fit:
+    best = comparison.best
+    if best is None:
         return "Nothing ran beside stock."
-    best = max(fit, key=comparison.ratio)
     ratio, middle = comparison.ratio(best), comparison.stock.median / best.median
     if min(ratio, middle) < CLEAR:
         return (

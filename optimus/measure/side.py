@@ -30,6 +30,7 @@ from optimus.core.errors import (
     OptimusError,
     VerificationError,
 )
+from optimus.core.planner import Plan
 from optimus.core.recipes import Attention
 from optimus.measure import load, machine, text
 from optimus.measure.answers import AGREEMENT, PERPLEXITY, SIMILARITY
@@ -44,7 +45,10 @@ COUNTS_FROM_PADDING = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one side is to do, as it is sent to its process."""
+    """What one side is to do, as it is sent to its process.
+
+    ``swaps``: of the recipe's plan, the passes and replacements that alone are made; None for all.
+    """
 
     model: str
     texts: list[str]
@@ -54,6 +58,7 @@ class Task:
     recipe: str = STOCK
     dtype: str = "float32"
     attention: Attention = "auto"
+    swaps: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,19 @@ def _transform(model: nn.Module, task: Task, batch: Batch) -> dict[str, object]:
     plan = optimus.plan(model, task.recipe, attention=task.attention)
     unverified = plan.verification.startswith("not verified")
     sample = batch if unverified else None
-    optimus.transform(model, task.recipe, attention=task.attention, sample=sample)
-    return {"claims": len(plan.claims), "passes": list(plan.passes)}
+    if task.swaps is None:
+        optimus.transform(model, task.recipe, attention=task.attention, sample=sample)
+    else:  # a part of a plan is no recipe, so nothing checks it but the error that is measured
+        optimus.apply(model, _part(plan, frozenset(task.swaps)), sample=sample)
+    swaps = list(dict.fromkeys((*plan.passes, *(claim.replacement for claim in plan.claims))))
+    return {"claims": len(plan.claims), "passes": list(plan.passes), "swaps": swaps}
+
+
+def _part(plan: Plan, swaps: frozenset[str]) -> Plan:
+    """The plan with these passes and replacements only."""
+    claims = tuple(claim for claim in plan.claims if claim.replacement in swaps)
+    passes = tuple(name for name in plan.passes if name in swaps)
+    return dataclasses.replace(plan, claims=claims, passes=passes)
 
 
 def transformers_side(task: Task, batches: list[Batch]) -> Runner:
