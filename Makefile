@@ -5,7 +5,7 @@ BIN := .venv/bin
 # torch first and alone: a package that asks for any torch would fetch the newest, with CUDA.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-page test-xla accuracy lint bench notebooks
+.PHONY: demo test test-all test-export test-page test-xla accuracy lint bench notebooks
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -17,11 +17,15 @@ test: lint
 
 # With the sweep over every row and every model type of transformers: about an hour.
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not page' -n auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not page and not export' -n auto --maxprocesses 4 --dist worksteal
 
 # The page of `optimus bench --html` in a headless Chromium; screenshots lie in build/page.
 test-page: .venv/page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/test_page.py
+
+# What was exported, by the runners of ONNX and OpenVINO.
+test-export: .venv/test .venv/bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m export
 
 # Every notebook is run and written anew, outputs and all.
 notebooks: .venv/notebooks
