@@ -160,10 +160,8 @@ def gain(zoo: Any, model_type: str, rule: Any, given: argparse.Namespace) -> dic
             alternated(*sides, seconds=SECONDS, rounds=ROUNDS)
             for _ in range(RUNS if keys < LONG else 1)
         ]
-    if keys < FEWEST:
-        return {"error": f"only {keys} keys: the tiny model is too small to say anything"}
-    if keys < (claim.shortest or 0):
-        return {"error": f"{keys} keys are left to stock, below {claim.shortest}"}
+    if keys < max(FEWEST, claim.shortest or 0):
+        return {"error": f"only {keys} keys: too small to say anything, or left to stock"}
     ratios = [round(stock_s / mine_s, 3) for stock_s, mine_s in runs]
     return {
         "keys": keys,
