@@ -27,7 +27,6 @@ from optimus.export.inputs import batches, longest, traced
 from optimus.export.program import Runner, write
 from optimus.export.targets import TARGETS, ExportError, Target
 
-RECORD = "optimus.json"
 PACKED = ".unpadded-graph"
 RUNS = 5
 STEPS = 4

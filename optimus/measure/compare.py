@@ -15,6 +15,8 @@ from torch import nn
 from optimus.core.paths import generates
 from optimus.core.probe import probe
 from optimus.core.verify import CLOSE, reference, verify
+from optimus.export.folder import RECORD
+from optimus.export.load import load as load_converted
 from optimus.export.program import MANIFEST, Runner
 from optimus.measure import load
 from optimus.measure.perplexity import perplexity
@@ -80,10 +82,11 @@ def compare(
 
 
 def load_either(source: str) -> nn.Module:
-    """A model folder or hub id in float32, or what ``optimus export`` wrote."""
+    """A model folder or hub id in float32, or what ``optimus export`` or ``convert`` wrote."""
     folder = Path(source).expanduser()
     if not (folder / MANIFEST).is_file():
-        return load.load_model(source)
+        converted = (folder / RECORD).is_file()
+        return load_converted(folder) if converted else load.load_model(source)
     try:
         return Runner(folder).eval()
     except Exception as error:  # each runtime has errors of its own for a bad file
@@ -133,8 +136,10 @@ def _answers(
         for into, errors in ((outputs, verdict.drift), (layers, dict(verdict.sites))):
             for name, error in errors.items():
                 into[name] = max(error, into.get(name, 0.0))
-    worst = sorted(layers.items(), key=lambda item: -item[1])[:WORST]
-    return Comparison(tolerance, what, outputs, {p: e for p, e in worst if e > 0}, reason)
+    # A layer that is given other rows, of packed tokens for one, has no error of its own.
+    finite = [item for item in layers.items() if 0 < item[1] < math.inf]
+    worst = sorted(finite, key=lambda item: -item[1])[:WORST]
+    return Comparison(tolerance, what, outputs, dict(worst), reason)
 
 
 def _agreement(mine: nn.Module, theirs: nn.Module, texts: list[list[int]]) -> float | None:
