@@ -66,7 +66,7 @@ def _plots(comparison: Comparison) -> str:
     """Latency, throughput, memory and error, one bar a side that ran."""
     ran = [row for row in comparison.rows if row.ran]
     latency = "A pass over all the texts: the fastest run, and by the whisker the slowest."
-    error = "‖out − stock‖ / ‖stock‖ over real tokens, on a logarithmic scale from 1e-8 to 1."
+    error = "‖out − stock‖ / ‖stock‖ over real tokens, on a logarithmic scale of 8 decades below 1."
     drawn = (
         plot("Latency, less is better", [_latency(comparison, r) for r in ran], note=latency),
         plot(
