@@ -66,7 +66,8 @@ bench: .venv/bench
 # The system's Chromium if there is one, else playwright's own.
 .venv/page: .venv/test
 	$(PIP) -e '.[page]'
-	@which chromium-headless-shell chromium chromium-browser google-chrome >/dev/null 2>&1 || \
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		command -v $$name && exit; done; \
 		$(BIN)/playwright install --with-deps chromium-headless-shell
 	touch $@
 

@@ -100,19 +100,6 @@ def test_env_says_what_each_recipe_can_do_here(capsys):
     assert "allocator" in capsys.readouterr().out
 
 
-def test_bench_prints_figures(tiny_bert, data, capsys):
-    """Stock and auto run and are compared; a recipe that is not built is a row with a reason."""
-    command = ["bench", str(tiny_bert), "--data", str(data), "--runs", "2", "--batch", "2"]
-    recipes = ["--recipe", "auto", "--recipe", "fp8"]
-    assert main([*command, *recipes, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    stock, auto, fp8 = figures["sides"]
-    assert (stock["side"], len(stock["seconds"]), stock["relative_error"]) == ("stock", 2, 0.0)
-    assert auto["relative_error"] < 1e-5
-    assert auto["facts"]["claims"] > 0
-    assert "not built" in fp8["refused"]
-
-
 def test_bench_shows_a_table_and_a_verdict(tiny_bert, data, capsys):
     """For a reader: one table, the conditions, one sentence."""
     assert main(["bench", str(tiny_bert), "--data", str(data), "--runs", "1"]) == 0

@@ -23,6 +23,7 @@ from optimus.core.errors import Refusal, VerificationError
 from optimus.core.planner import Plan, plan
 from optimus.core.probe import Sample
 from optimus.core.verify import CLOSE, Reference, Verdict, reference, verify
+from optimus.export.folder import RECORD
 from optimus.export.inputs import batches, longest, traced
 from optimus.export.program import Runner, write
 from optimus.export.targets import TARGETS, ExportError, Target

@@ -5,6 +5,7 @@ Both run on the same text, in float32, read by the first one's tokenizer.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

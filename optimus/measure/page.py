@@ -23,7 +23,7 @@ figure { margin: 0 } figure.columns-2 { grid-column: 1 / -1 } figcaption { font-
 figure p, .conditions { color: var(--faint); font-size: .85rem; margin: .2rem 0 }
 svg { width: 100%; height: auto; display: block }
 @media (max-width: 44rem) { .plots { grid-template-columns: minmax(0, 1fr) } }
-.scroll { overflow-x: auto }
+.scroll, .columns-2 { overflow-x: auto } .columns-2 svg { min-width: 44rem }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line) }
 th:first-child, td:first-child { text-align: left }
@@ -66,7 +66,7 @@ def _plots(comparison: Comparison) -> str:
     """Latency, throughput, memory and error, one bar a side that ran."""
     ran = [row for row in comparison.rows if row.ran]
     latency = "A pass over all the texts: the fastest run, and by the whisker the slowest."
-    error = "‖out − stock‖ / ‖stock‖ over real tokens; each eighth of the width is ten times more."
+    error = "‖out − stock‖ / ‖stock‖ over real tokens, on a logarithmic scale of 8 decades below 1."
     drawn = (
         plot("Latency, less is better", [_latency(comparison, r) for r in ran], note=latency),
         plot(
