@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from optimus.export.convert import convert
 from optimus.export.place import making
 
 HERE = Path(__file__).parent
@@ -46,6 +49,23 @@ def test_killed_and_resumed(tmp_path):
     assert found["killed"] > 0
     assert files(tmp_path / "work" / "out") == files(tmp_path / "work" / "whole")
     assert ".out.optimus" not in found["left"]
+
+
+def test_killed_before_the_last_rename(tmp_path, monkeypatch):
+    """Everything is written, and only the name is missing: the next run writes nothing twice."""
+    model, out = small(tmp_path / "model"), tmp_path / "out"
+    convert(str(model), tmp_path / "whole", "int8")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("optimus.export.place._settle", killed)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(model), out, "int8")
+    assert not out.exists()
+    convert(str(model), out, "int8")
+    assert files(out) == files(tmp_path / "whole")
 
 
 def test_a_journal_that_was_cut(tmp_path):

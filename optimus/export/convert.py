@@ -171,9 +171,10 @@ def _papers(
     hub: str,
 ) -> None:
     """The config, the model card and the record."""
-    card = tree / record.CARD
+    # The source's card: in the tree there may be one that a killed run has written to.
+    card = source.folder / record.CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    card.write_text(record.card(before, made, recipe), encoding="utf-8")
+    (tree / record.CARD).write_text(record.card(before, made, recipe), encoding="utf-8")
     config = record.config(made, source, skeleton(source))
     (tree / "config.json").write_text(config, encoding="utf-8")
     said = record.text(made, recipe, source, out, digests, hub)
