@@ -79,8 +79,8 @@ bench: .venv/bench
 	$(PIP) -e '.[bench]'
 	touch $@
 
-# PyPI's torch is the CUDA one. Its NVIDIA wheels are several times its size, so stubs take their
-# place; whoever depends on a torch comes without what it depends on.
+# The default wheel of torch is the CUDA one. Its NVIDIA wheels are several times its size, so stubs
+# take their place; whoever depends on a torch comes without what it depends on.
 XLA := .venv-xla/bin/python -m pip install --quiet --disable-pip-version-check
 
 .venv-xla/ready: constraints.txt tests/xla/stubs.py

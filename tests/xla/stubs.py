@@ -1,6 +1,6 @@
-"""Empty CUDA libraries, so that PyPI's torch imports where no NVIDIA wheel is installed.
+"""Empty CUDA libraries, so that the CUDA wheel of torch imports where no NVIDIA wheel is installed.
 
-torch_xla has no wheel for a CPU build of torch, and PyPI's torch of that version is the CUDA one:
+torch_xla has no wheel for a CPU build of torch, and torch's default wheel is the CUDA one:
 its own libraries ask the loader for fourteen of NVIDIA's, some 3 GB that nothing here would call.
 Each is made here with the name, the symbols and the symbol versions that torch asks for, by the C
 compiler, and laid beside torch's own. Every function answers "no device". For tests only.
