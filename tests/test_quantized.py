@@ -199,20 +199,6 @@ def test_copies(scheme: Scheme, dtype: torch.dtype) -> None:
         assert torch.equal(other.matmul(x, None), weight.matmul(x, None))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_concatenated(scheme: Scheme) -> None:
-    """Weights of one input, as one: their outputs side by side, bit for bit, also of odd sizes."""
-    parts = [QuantizedWeight(_weight(n, 256), scheme) for n in (40, 16, 7)]
-    whole = QuantizedWeight.concatenated(parts)
-    x = torch.randn(5, 256)
-    apart = torch.cat([part.matmul(x, None) for part in parts], -1)
-    equal = torch.equal if native.available() is None else torch.allclose
-    assert equal(whole.matmul(x, None), apart)
-    assert torch.equal(whole.dense(), torch.cat([part.dense() for part in parts]))
-    with pytest.raises(ValueError, match="cannot be joined"):
-        QuantizedWeight.concatenated([parts[0], QuantizedWeight(_weight(16, 512), scheme)])
-
-
 def test_bytes() -> None:
     """8 bits in groups of 32 cost 8.5 bits a weight, 4 bits 4.5, channels 8 and next to nothing."""
     plain = _weight(64, 512)

@@ -136,28 +136,6 @@ class QuantizedWeight:
         return sum(part.nbytes for part in self.tiles if part is not None)
 
     @classmethod
-    def concatenated(cls, weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """One weight whose output is theirs side by side: the input is rounded once for all.
-
-        They must agree in input features, scheme and dtype.
-        """
-        first = weights[0]
-        for other in weights[1:]:
-            if (other.in_features, other.scheme, other.dtype) != (
-                first.in_features,
-                first.scheme,
-                first.dtype,
-            ):
-                raise ValueError("weights of different width, scheme or dtype cannot be joined")
-        parts = [_untiled(w.tiles, w.out_features, w.in_features, w.scheme) for w in weights]
-        joined: Any = (None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))
-        whole = Rounded(*joined)
-        shape = (sum(w.out_features for w in weights), first.in_features)
-        tiles = _tiled(whole, first.scheme)
-        found: QuantizedWeight = _restore(tiles, shape, first.dtype, first.scheme, cls)
-        return found
-
-    @classmethod
     def of(cls, plain: Rounded, dtype: torch.dtype, scheme: Scheme) -> QuantizedWeight:
         """The weight that is already rounded: codes ``[out, in]``, scales ``[out, groups]``."""
         found: QuantizedWeight = _restore(
