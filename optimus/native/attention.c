@@ -13,8 +13,6 @@
    while those rows go by. */
 enum { WIDTH = 16, WIDE = 4, SPAN = WIDE * WIDTH, MOST_ROWS = 6, ROWS = 24 };
 
-enum { BOOL = 3 };
-
 typedef struct {
     const optimus_attention *call;
     int64_t parts;

@@ -85,8 +85,6 @@ static void gate_parts(void *data)
         gate_part(gate, part * GATES, smaller((part + 1) * GATES, gate->count));
 }
 
-enum { BOOL = 3 };
-
 typedef struct {
     const optimus_step *step;
     atomic_long next;

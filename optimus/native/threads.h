@@ -12,7 +12,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+/* BOOL is for masks alone. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BOOL = 3 };
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

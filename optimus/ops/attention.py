@@ -21,7 +21,6 @@ MOST_KEYS = 1024
 # For fewer queries, laying the keys out costs more than it saves.
 FEWEST_ROWS = 8
 WIDTH = 16
-BOOL = 3
 
 
 class _Call(ctypes.Structure):
@@ -50,13 +49,10 @@ def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None)
     """Whether the kernel can read these tensors, and nobody needs its gradient or its graph."""
     given = (query, key, value) if mask is None else (query, key, value, mask)
     return (
-        not torch.compiler.is_compiling()
+        native.unobserved()
         and native.steps()
-        and not torch._C._get_tracing_state()
         and all(type(one) is Tensor and one.device.type == "cpu" for one in given)
-        and not torch._C._len_torch_dispatch_stack()
         and not torch._C._functorch.peek_interpreter_stack()
-        and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and any(one.requires_grad for one in given))
         and query.dtype in native.DTYPES
         and query.dtype is key.dtype is value.dtype
@@ -94,7 +90,7 @@ def attention(
     )
     if mask is not None:
         view = mask.expand(batch, heads, rows, key.shape[2])
-        call.mask, call.mask_dtype = mask.data_ptr(), _mask_dtype(mask)
+        call.mask, call.mask_dtype = mask.data_ptr(), native.MASKS[mask.dtype]
         call.mask_batch, call.mask_head, call.mask_row = view.stride()[:3]
     return _run(call, out)
 
@@ -133,12 +129,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
 
 
 def _reads(mask: Tensor, keys: int) -> bool:
-    known = mask.dtype is torch.bool or mask.dtype in native.DTYPES
-    return known and mask.ndim == 4 and mask.shape[-1] == keys and mask.stride(-1) == 1
-
-
-def _mask_dtype(mask: Tensor) -> int:
-    return BOOL if mask.dtype is torch.bool else native.DTYPES[mask.dtype]
+    dense = mask.ndim == 4 and mask.shape[-1] == keys and mask.stride(-1) == 1
+    return dense and mask.dtype in native.MASKS
 
 
 def _described(

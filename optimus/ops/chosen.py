@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +24,33 @@ CUDA_FLOATS = frozenset({torch.float32, *HALF})
 WORD, LINE = 8, 16
 
 
+class Call(NamedTuple):
+    """What an operator is called with: ``[batch, heads, length, dim]``, and a mask of floats that
+    is added, of four dimensions."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    dropout: float
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is multiplied."""
+        return self.query, self.key, self.value
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One operator on one kind of device, and what it takes; ``dtypes`` None is all.
 
-    ``call(query, key, value, mask, causal, scale, dropout)``: ``[batch, heads, length, dim]``,
-    the keys of as many heads as there are, or of fewer where it ``shares``; a mask is of floats,
-    added, and of four dimensions. ``since``: the oldest compute capability that has it.
+    ``call``: of keys of as many heads as there are, or of fewer where it ``shares``. ``since``:
+    the oldest compute capability that has it.
     """
 
-    call: Callable[..., Tensor]
+    call: Callable[[Call], Tensor]
     dtypes: frozenset[torch.dtype] | None = None
     masks: bool = True
     drops: bool = True
@@ -92,7 +110,7 @@ def attend(
     if not kernel.shares:
         key, value = (_repeated(one, query.shape[1]) for one in (key, value))
     query, key, value = (_dense(one) for one in (query, key, value))
-    return kernel.call(query, key, value, added(mask, query), causal, scale, dropout)
+    return kernel.call(Call(query, key, value, added(mask, query), causal, scale, dropout))
 
 
 def added(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -115,84 +133,45 @@ def _dense(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    shares = query.shape[1] != key.shape[1]
+def _math(call: Call) -> Tensor:
+    shares = call.query.shape[1] != call.key.shape[1]
     out: Tensor = aten._scaled_dot_product_attention_math.default(
-        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=shares
+        *call.operands, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=shares
     )[0]
     return out
 
 
-def _flash_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> Tensor:
+def _flash_on_cpu(call: Call) -> Tensor:
     out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu.default(
-        query, key, value, dropout, causal, attn_mask=mask, scale=scale
+        *call.operands, call.dropout, call.causal, attn_mask=call.mask, scale=call.scale
     )[0]
     return out
 
 
-def _flash_on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    width = query.shape[-1]
-    query, key, value = (pad(one, (0, -width % WORD)) for one in (query, key, value))
+def _flash_on_cuda(call: Call) -> Tensor:
+    width = call.query.shape[-1]
+    padded = (pad(one, (0, -width % WORD)) for one in call.operands)
     out: Tensor = aten._scaled_dot_product_flash_attention.default(
-        query, key, value, dropout, causal, scale=scale
+        *padded, call.dropout, call.causal, scale=call.scale
     )[0]
     return out[..., :width]
 
 
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    bias = None if mask is None else _spread(_aligned(mask), query, key)
-    learns = _learns(query, key, value, bias)
-    out: Tensor = aten._scaled_dot_product_efficient_attention.default(
-        query, key, value, bias, learns, dropout, causal, scale=scale
-    )[0]
-    return out
+def _efficient(call: Call) -> Tensor:
+    bias = None if call.mask is None else _aligned(call.mask)
+    return _by_bias(aten._scaled_dot_product_efficient_attention.default, call, bias)
 
 
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    bias = None if mask is None else _spread(mask, query, key)
-    learns = _learns(query, key, value, bias)
-    out: Tensor = aten._scaled_dot_product_cudnn_attention.default(
-        query, key, value, bias, learns, dropout, causal, scale=scale
+def _cudnn(call: Call) -> Tensor:
+    return _by_bias(aten._scaled_dot_product_cudnn_attention.default, call, call.mask)
+
+
+def _by_bias(operator: Callable[..., Any], call: Call, bias: Tensor | None) -> Tensor:
+    if bias is not None:
+        bias = _spread(bias, call.query, call.key)
+    learns = _learns(*call.operands, bias)
+    out: Tensor = operator(
+        *call.operands, bias, learns, call.dropout, call.causal, scale=call.scale
     )[0]
     return out
 

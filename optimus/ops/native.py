@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parents[1] / "native"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Others (nested, sharded, fake) have memory and products of their own.
 PLAIN = (Tensor, torch.nn.Parameter)
+# A mask's may also be bool.
+MASKS = {**DTYPES, torch.bool: 3}
 PORTABLE = 0
 
 
@@ -119,6 +121,17 @@ def steps() -> bool:
     """Whether ``ops.step`` can be used here: compiled, on a processor with AVX-512."""
     found = _load()
     return not isinstance(found, str) and found.has_layer
+
+
+def unobserved() -> bool:
+    """Whether nobody waits for the operators that a kernel stands for: no compiler, no tracer, no
+    dispatch mode, no autocast."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._get_tracing_state()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def library() -> Any:

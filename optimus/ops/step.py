@@ -20,7 +20,6 @@ from optimus.ops.quantized import QuantizedWeight
 
 # As in native/quantized.c: what one call rounds at once, and the weights that share it.
 MOST_ROWS, MOST_WEIGHTS = 64, 4
-BOOL = 3
 
 
 class Step(ctypes.Structure):
@@ -164,7 +163,7 @@ def place(
         call.mask = mask.data_ptr()
         call.mask_batch = 0 if mask.shape[0] == 1 else mask.stride(0)
         call.mask_key = mask.stride(-1)
-        call.mask_dtype = BOOL if mask.dtype is torch.bool else DTYPES[mask.dtype]
+        call.mask_dtype = native.MASKS[mask.dtype]
 
 
 def fits_mask(mask: Tensor | None, batch: int, length: int) -> bool:
@@ -173,5 +172,5 @@ def fits_mask(mask: Tensor | None, batch: int, length: int) -> bool:
         mask.ndim == 4
         and mask.shape[0] in (1, batch)
         and mask.shape[1:] == (1, 1, length)
-        and (mask.dtype is torch.bool or mask.dtype in DTYPES)
+        and mask.dtype in native.MASKS
     )

@@ -77,18 +77,27 @@ def plain_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """As the host's function for SDPA, by our own kernel where it takes the call."""
-    out = None
-    if not kwargs.get("dropout") and all(kwargs.get(name) is None for name in OTHERS):
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        causal = bool(causal) and mask is None
-        scale = kwargs.get("scaling")
-        out = attention(query, key, value, mask=mask, causal=causal, scale=scale)
+    out = own_attention(module, query, key, value, mask, **kwargs)
     if out is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         out, _ = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     return out, None
+
+
+def own_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Tensor | None:
+    """By our own kernel, ``[batch, length, heads, dim]``; None where it does not take the call."""
+    if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in OTHERS):
+        return None
+    causal = mask is None and is_flagged(module, kwargs.get("is_causal"))
+    return attention(query, key, value, mask=mask, causal=causal, scale=kwargs.get("scaling"))
+
+
+def is_flagged(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether a call is to be causal, as the host reads it: the argument, or else the layer."""
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _stock(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

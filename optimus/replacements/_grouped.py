@@ -36,10 +36,10 @@ from optimus.core.errors import Refusal
 from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
-from optimus.ops.attention import attention
 from optimus.replacements._attention import (
     GROUPED,
     OTHERS,
+    own_attention,
     plain_attention,
     selected,
     switch,
@@ -78,6 +78,8 @@ def grouped_attention(
     if not _is_for_host(query, kwargs):
         if query.shape[1] > key.shape[1] and query.shape[2] == 1:
             return _one_row(query, key, value, mask, kwargs.get("scaling")), None
+        if (out := own_attention(module, query, key, value, mask, **kwargs)) is not None:
+            return out, None
         if query.shape[1] > key.shape[1] and mask is not None:
             return _shared(query, key, value, mask, kwargs.get("scaling")), None
         if _pays_padding(query, key, value):
@@ -118,8 +120,6 @@ def _one_row(
 
 def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """The mask says all there is to say of causality; the keys stay as few as they are."""
-    if (ours := attention(query, key, value, mask=mask, scale=scale)) is not None:
-        return ours
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
     )
@@ -227,12 +227,18 @@ def is_latent(part: nn.Module) -> bool:
     return isinstance(keys, int) and isinstance(values, int) and 0 < values < keys
 
 
-@functools.cache
 def _branches_on_name(name: str) -> bool:
+    return source_says(name, BRANCHES)
+
+
+@functools.cache
+def source_says(name: str, pattern: re.Pattern[str]) -> bool:
+    """Whether the modeling file has the pattern, apart from where an indexer hands on its keys;
+    True of a file that cannot be read."""
     try:
         source = inspect.getsource(sys.modules[name])
     except OSError:
         return True
     if HANDED in source:
         source = source.replace(INDEXED, "")
-    return BRANCHES.search(source) is not None
+    return pattern.search(source) is not None

@@ -7,9 +7,7 @@ that ``reverse`` takes back, that no other model sees, and that a compiler reads
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -22,13 +20,12 @@ from optimus.core.paths import Site
 from optimus.core.replacement import Mixin
 from optimus.core.surgery import Surgeon
 from optimus.ops.chosen import Kernel, attend, kernel_for
-from optimus.replacements._attention import names_in_forward, selected, switch
+from optimus.replacements._attention import is_flagged, names_in_forward, selected, switch
 from optimus.replacements._grouped import (
-    HANDED,
-    INDEXED,
     SINKS,
     grouped_mask,
     is_latent,
+    source_says,
     unfit_config,
 )
 
@@ -42,11 +39,13 @@ OTHERS = ("softcap", "cache", "output_attentions")
 KNOWS = re.compile(r"_attn_implementation\s*(?:==|!=|in\b|not in\b).*sdpa")
 
 
+@functools.cache
 def by(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The function of that kernel for the host's registry, in place of sdpa.
 
     ``[batch, heads, length, dim]`` in, ``[batch, length, heads, dim]`` out. A call that the kernel
-    does not take is the host's, mask and all.
+    does not take is the host's, mask and all. One function a kernel, however often it is
+    registered: compilers guard on it.
     """
 
     def kernel_attention(
@@ -89,8 +88,7 @@ def _by_kernel(
 ) -> Tensor | None:
     """The call as the host reads it; None where the kernel does not take it."""
     length = query.shape[2]
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = length > 1 and mask is None and causal
+    causal = length > 1 and mask is None and is_flagged(module, is_causal)
     if causal and key.shape[2] > length:
         # The rest of a static cache that is still empty.
         key, value = key[:, :, :length], value[:, :, :length]
@@ -110,14 +108,8 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for kernel, name in NAMES.items():
-        AttentionInterface.register(name, _function(kernel))
+        AttentionInterface.register(name, by(kernel))
         AttentionMaskInterface.register(name, grouped_mask)
-
-
-@functools.cache
-def _function(kernel: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """One function a kernel, however often it is registered: compilers guard on it."""
-    return by(kernel)
 
 
 class ChosenKernel(Mixin):
@@ -175,22 +167,11 @@ def _unfit_attention(module: nn.Module, kernel: Kernel) -> Refusal | None:
         return Refusal("its attention does not ask the host which function to use")
     if any(getattr(part, name, None) is not None for part in parts for name in SINKS):
         return Refusal("its attention has sinks, which no kernel of torch takes")
-    if _knows_sdpa(type(module).__module__):
+    if source_says(type(module).__module__, KNOWS):
         return Refusal("its modeling file asks for sdpa by name, and does otherwise without")
     if not kernel.narrows and any(is_latent(part) for part in parts):
         return Refusal("its values are narrower than its keys, which the kernel does not take")
     return None
-
-
-@functools.cache
-def _knows_sdpa(name: str) -> bool:
-    try:
-        source = inspect.getsource(sys.modules[name])
-    except OSError:
-        return True
-    if HANDED in source:
-        source = source.replace(INDEXED, "")
-    return KNOWS.search(source) is not None
 
 
 def choosing(name: str) -> type[ChosenKernel]:

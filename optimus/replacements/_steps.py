@@ -89,16 +89,13 @@ def _names(function: Callable[..., Any] | None) -> frozenset[str]:
 def plain(input: Tensor) -> bool:
     """Whether a kernel may read this tensor, and nobody else waits for the operators."""
     return (
-        not torch.compiler.is_compiling()
+        native.unobserved()
         and type(input) is Tensor
         and not torch.is_grad_enabled()
         and input.dtype in native.DTYPES
         and input.device.type == "cpu"
         and input.is_contiguous()
         and input.numel() > 0
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.jit.is_tracing()
-        and not torch._C._len_torch_dispatch_stack()
         and not nn.modules.module._has_any_global_hook()
     )
 
